@@ -1,0 +1,7 @@
+"""`python -m tiered.cli`."""
+
+import sys
+
+from tiered.cli.app import main
+
+sys.exit(main())

@@ -1,0 +1,396 @@
+"""The composition root: `shard` builds the parts and joins them; an `Engine` reports, waits and closes.
+
+The only module that knows everyone. Data flows one way: FSDP2 asks cells, cells ask segments, segments ask the
+swap manager, the swap manager asks the I/O engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tiered import _native
+from tiered.config import Config
+from tiered.errors import UsageError
+from tiered.events import EventLog
+from tiered.optim.grad_buffer import GradBuffer
+from tiered.plan.placement import Arena, Placement, UnitBytes, place, plan_arena
+from tiered.plan.prefetch_queue import PrefetchQueue
+from tiered.report import Report
+from tiered.shard import ShardKind, Tier
+from tiered.tensor import is_tiered
+from tiered.tiers.buffer_pool import BufferPool, Purpose
+from tiered.tiers.copier import Copier, open_copier
+from tiered.tiers.homes import Homes
+from tiered.tiers.io.engine import IoEngine
+from tiered.tiers.io.probe import open_engine, probe
+from tiered.tiers.memory import Need, check_capacity, tune_malloc, usable_host_bytes
+from tiered.tiers.nvme_store import NvmeStore
+from tiered.tiers.swap_manager import SwapManager
+from tiered.zero import groups
+from tiered.zero.build import build, convert
+from tiered.zero.nursery import Nursery
+from tiered.zero.runtime import Runtime
+from tiered.zero.segment import MasterForm, Segment, Tools
+from tiered.zero.units import LayoutRule, Unit, cell_of, find_blocks, lay_out
+
+log = logging.getLogger("tiered")
+
+HOST_SHARE = 0.8
+"""Part of the free host memory that `host_memory = "auto"` takes, divided among the ranks of the node."""
+
+NURSERY_BYTES = 64 << 20
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Config | None = None,
+    /,
+    **settings: Any,
+) -> nn.Module:
+    """Builds, shards and places a model; returns the module, ready for an ordinary training loop.
+
+    A factory is run so that each parameter leaves memory for its tier as soon as it is registered: the model never
+    exists whole. A finished module is converted parameter by parameter. Then FSDP2's `fully_shard` is applied to
+    each repeated block and to the rest. Works with `torchrun`, and without it as a group of one rank.
+
+    Args:
+        model: a function without arguments that makes the module, or the module.
+        config: a `Config`; or give its settings as keyword arguments.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        CapacityError: a budget or a disk is too small; nothing is left behind.
+        StorageError: an `nvme` directory cannot be used.
+    """
+    if config is not None and settings:
+        raise UsageError("give tiered.shard a Config or settings, not both")
+    return _Assembly(config or Config(**settings)).shard(model)
+
+
+def engine(model: nn.Module) -> Engine:
+    """The engine behind a model from `tiered.shard`. Raises UsageError for any other module."""
+    try:
+        return _engines[model]
+    except KeyError:
+        raise UsageError(f"{type(model).__name__} did not come from tiered.shard, so it has no engine") from None
+
+
+class Engine:
+    """Reports on, synchronizes and closes what `tiered.shard` started. A context manager that closes."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        units: list[Unit],
+        *,
+        plan: Placement,
+        unit_bytes: list[UnitBytes],
+        parameter_count: int,
+        config: Config,
+        budgets: _Budgets,
+        io: tuple[str, str],
+        resources: ExitStack,
+    ) -> None:
+        self._runtime = runtime
+        self._units = units
+        self._plan = plan
+        self._unit_bytes = unit_bytes
+        self._parameter_count = parameter_count
+        self._config = config
+        self._budgets = budgets
+        self._io = io
+        self._resources = resources
+        self._closed = False
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @property
+    def events(self) -> EventLog:
+        """The ordered log and the counters."""
+        return self._runtime.events
+
+    def report(self) -> Report:
+        """What was kept, moved and waited for; see `Report`."""
+        events = self._runtime.events
+        state: Counter[str] = Counter()
+        tiers: Counter[str] = Counter({tier.name.lower(): 0 for tier in Tier})
+        for unit in self._units:
+            for segment in unit.segments:
+                for kind in ShardKind:
+                    if segment.has(kind):
+                        for piece in segment.shards(kind):
+                            state[kind.name.lower()] += piece.nbytes
+                            tiers[piece.home.name.lower()] += piece.nbytes
+        prefetch = events.prefetch
+        return Report(
+            parameter_count=self._parameter_count,
+            state_bytes=dict(state),
+            placement_bytes=dict(tiers),
+            nvme_read_bytes=sum(events.read_bytes.values()),
+            nvme_write_bytes=sum(events.write_bytes.values()),
+            read_bytes_by_kind={kind.name.lower(): n for kind, n in events.read_bytes.items()},
+            write_bytes_by_kind={kind.name.lower(): n for kind, n in events.write_bytes.items()},
+            stall_seconds=dict(events.stall_seconds),
+            prefetch_hits=prefetch["hit"] + prefetch["late"],
+            prefetch_misses=prefetch["miss"],
+            host_budget_bytes=self._budgets.host_bytes,
+            host_arena_bytes=self._plan.arena.nbytes,
+            device_budget_bytes=self._config.device_memory,
+            device_peak_bytes=self._budgets.device_peak_bytes,
+            io_engine=self._io[0],
+            io_reason=self._io[1],
+        )
+
+    def reset_report(self) -> None:
+        """Zeroes the counters, after what is in flight has been counted."""
+        self.synchronize()
+        self._runtime.events.reset()
+
+    def synchronize(self) -> None:
+        """Blocks until every byte is at home. Raises the error of a write that failed in the background."""
+        self._runtime.gradients.flush()
+        self._runtime.tools.manager.drain()
+
+    def close(self) -> None:
+        """Ends threads, frees memory and files. Idempotent. The model's parameters have no bytes afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        for unit in self._units:
+            for cell in unit.cells:
+                cell.close()
+        self._resources.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Budgets:
+    """Bytes that may be used, and that will be."""
+
+    def __init__(self, config: Config, *, ranks_here: int) -> None:
+        usable = usable_host_bytes()
+        self.host_bytes = config.host_memory or int(usable * HOST_SHARE) // ranks_here
+        if config.host_memory is not None:
+            check_capacity(
+                [Need("host_memory, of each rank on this machine", config.host_memory)] * ranks_here,
+                usable,
+                what="free host memory",
+                smallest=config.host_memory * ranks_here,
+            )
+        self.device_bytes = config.device_memory
+        self.device_peak_bytes = 0
+
+    def check_device(self, blocks: list[UnitBytes], root: UnitBytes, *, world_size: int) -> None:
+        """FSDP2 keeps the root, a unit and its neighbour whole, and in backward a unit's gradients twice."""
+        sizes = [*sorted((_whole_bytes(unit, world_size) for unit in blocks), reverse=True), 0, 0]
+        whole_root = _whole_bytes(root, world_size)
+        needs = [
+            Need("weights of the root unit, whole", whole_root),
+            Need("weights of the two largest blocks, whole", sizes[0] + sizes[1]),
+            Need("gradients of the largest unit, whole and being reduced", 2 * max(whole_root, sizes[0])),
+        ]
+        self.device_peak_bytes = sum(need.nbytes for need in needs)
+        if self.device_bytes is not None:
+            peak = self.device_peak_bytes
+            check_capacity(needs, self.device_bytes, what="device_memory", smallest=peak)
+
+
+def _whole_bytes(unit: UnitBytes, world_size: int) -> int:
+    return unit.kinds.get(ShardKind.PARAM, 0) * world_size
+
+
+class _Assembly:
+    """Builds the parts in order; what was built is taken down again when a later part fails."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._resources = ExitStack()
+
+    def shard(self, source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+        with ExitStack() as undo:
+            undo.push(self._resources)
+            model = self._shard(source)
+            undo.pop_all()
+        return model
+
+    def _shard(self, source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+        config = self._config
+        self._device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        if self._device.type == "cpu":
+            tune_malloc()
+        if not _native.available():
+            log.warning("tiered runs without its compiled part: %s", _native.unavailable_reason())
+        self._mesh = groups.open_mesh(self._device, self._resources)
+        self._world_size = self._mesh.size()
+        budgets = _Budgets(config, ranks_here=groups.ranks_on_this_node())
+        arena = plan_arena(budgets.host_bytes, uses_nvme=bool(config.nvme))
+        self._events = EventLog()
+        tools, io = self._open_tiers(arena)
+        prefetch_bytes = config.prefetch_bytes or max(arena.slot_bytes, arena.nbytes // 2)
+        queue = PrefetchQueue(tools.manager, prefetch_units=config.prefetch_units, prefetch_bytes=prefetch_bytes)
+        runtime = Runtime(
+            tools=tools,
+            queue=queue,
+            gradients=GradBuffer(tools.manager, lambda segment: self._place(segment, ShardKind.GRAD)),
+            events=self._events,
+            place=self._place,
+            slot_count=arena.slot_count,
+        )
+        spills = bool(config.nvme) and config.parameters in ("auto", "nvme")
+        nursery_bytes = min(NURSERY_BYTES, budgets.host_bytes // 4) if spills else None
+        self._nursery = Nursery(tools, memory_bytes=nursery_bytes)
+        if isinstance(source, nn.Module):
+            model = source
+            convert(model, self._nursery, self._device)
+        else:
+            model = build(source, self._nursery, self._device)
+        groups.prepare_buffers(model, self._device)
+        rule = LayoutRule(DTYPES[config.compute_dtype], split_masters=config.master_dtype == "float32")
+        named = [*find_blocks(model), ("", model)]
+        unit_bytes = _measure(named, rule, world_size=self._world_size)
+        budgets.check_device(unit_bytes[:-1], unit_bytes[-1], world_size=self._world_size)
+        self._placement = place(unit_bytes, config, arena, host_budget_bytes=budgets.host_bytes)
+        parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        units = [self._shard_unit(i, name, module, runtime, rule) for i, (name, module) in enumerate(named)]
+        queue.set_shards([unit.gathered_shards() for unit in units])
+        groups.watch_gradients(model, runtime.gradients)
+        groups.watch_passes(model, queue)
+        groups.accept_whole_state_dicts(model)
+        tools.manager.drain()
+        result = Engine(
+            runtime,
+            units,
+            plan=self._placement,
+            unit_bytes=unit_bytes,
+            parameter_count=parameter_count,
+            config=config,
+            budgets=budgets,
+            io=io,
+            resources=self._resources,
+        )
+        _engines[model] = result
+        weakref.finalize(model, result.close)
+        return model
+
+    def _open_tiers(self, arena: Arena) -> tuple[Tools, tuple[str, str]]:
+        config, resources = self._config, self._resources
+        store: NvmeStore | None = None
+        io_engine: IoEngine | None = None
+        pool: BufferPool | None = None
+        io = ("none", "nothing lives on NVMe")
+        slot_bytes = arena.slot_bytes
+        if config.nvme:
+            results = [
+                probe(
+                    Path(directory),
+                    engine=config.io_engine,
+                    queue_depth=config.io_queue_depth,
+                    block_bytes=config.io_block_bytes,
+                )
+                for directory in config.nvme
+            ]
+            names = {result.engine for result in results}
+            name = names.pop() if len(names) == 1 else "aiofiles"
+            io = (name, "; ".join(result.reason for result in results))
+            log.info("io engine: %s", io[1])
+            store = NvmeStore(
+                config.nvme,
+                rank=groups.rank(),
+                direct={path: result.direct for path, result in zip(config.nvme, results, strict=True)},
+            )
+            resources.callback(store.close)
+            for path in store.removed:
+                log.warning("removed %s, left behind by a run that died", path)
+            reserve = {Purpose.DEMAND: max(1, arena.slot_count // 4)}
+            pool = BufferPool(slot_bytes, arena.slot_count, reserve=reserve, register=self._device.type != "cpu")
+            resources.callback(pool.close)
+            io_engine = open_engine(name, config.io_queue_depth)
+        homes = Homes(store, self._device, slot_bytes=slot_bytes)
+        resources.callback(homes.close)
+        manager = SwapManager(pool, store, io_engine, io_block_bytes=config.io_block_bytes, events=self._events)
+        resources.callback(manager.close)
+        copier: Copier = open_copier(self._device)
+        return Tools(manager, homes, copier, slot_bytes), io
+
+    def _place(self, segment: Segment, kind: ShardKind) -> None:
+        tier = self._placement.tiers.get((segment.unit, kind))
+        if tier is None:  # trained although it was frozen when the model was sharded
+            tier = Tier.NVME if self._config.nvme else Tier.HOST
+        segment.place(kind, tier)
+
+    def _shard_unit(self, index: int, name: str, module: nn.Module, runtime: Runtime, rule: LayoutRule) -> Unit:
+        """`fully_shard` on one module; its parameters move from the nursery to their place."""
+        config = self._config
+        before = {id(cell): cell for p in module.parameters() if (cell := cell_of(p)) and cell.unit is None}
+        plain = {parameter for parameter in module.parameters() if not is_tiered(parameter)}
+        self._nursery.is_sharding = True
+        try:
+            fully_shard(
+                module,
+                mesh=self._mesh,
+                reshard_after_forward=True,
+                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[config.compute_dtype]),
+                ignored_params={p for p in plain if cell_of(p) is None},
+            )
+        finally:
+            self._nursery.is_sharding = False
+        unit = Unit(index, name, runtime)
+        seats = lay_out(unit, module, rule)
+        for segment in unit.segments:
+            self._place(segment, ShardKind.PARAM)
+            if segment.master is MasterForm.SPLIT and segment.logical_dtype == torch.float32:
+                self._place(segment, ShardKind.MASTER)
+        for seat in seats:
+            before.pop(id(seat.cell), None)
+            seat.cell.settle(unit, seat.segment, seat.offset, live_numel=seat.live_numel)
+        for cell in before.values():
+            cell.retire()
+        return unit
+
+
+def _measure(named: list[tuple[str, nn.Module]], rule: LayoutRule, *, world_size: int) -> list[UnitBytes]:
+    """What this rank will store of each unit, before anything is sharded."""
+    seen: set[int] = set()
+    measured: list[UnitBytes] = []
+    for name, module in named:
+        kinds: Counter[ShardKind] = Counter()
+        for parameter in module.parameters():
+            cell = cell_of(parameter)
+            if cell is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            rows = -(-parameter.shape[0] // world_size)
+            numel = rows * (parameter.numel() // parameter.shape[0])
+            compute = rule.compute_dtype(parameter.dtype)
+            master = rule.master(parameter.dtype, trained=parameter.requires_grad)
+            kinds[ShardKind.PARAM] += numel * compute.itemsize
+            if master is MasterForm.SPLIT:
+                kinds[ShardKind.MASTER] += numel * 2
+            if parameter.requires_grad:
+                kinds[ShardKind.GRAD] += numel * compute.itemsize
+                kinds[ShardKind.EXP_AVG] += numel * 4
+                kinds[ShardKind.EXP_AVG_SQ] += numel * 4
+        measured.append(UnitBytes(name, dict(kinds)))
+    return measured

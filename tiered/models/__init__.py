@@ -1,0 +1,1 @@
+"""Models and data that come with the package: what `tiered train` and the benchmarks run."""

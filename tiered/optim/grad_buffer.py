@@ -1,0 +1,233 @@
+"""Gradients on the host: taken from FSDP2 after reduce-scatter, accumulated in fp32, read by the update.
+
+[Note: narrow gradients] With one backward per step a gradient is kept in the compute dtype in which it was
+computed, which loses nothing. A second backward before the step widens the segment's gradients to fp32 for good, so
+that sums are fp32 sums; the first summand was exact either way.
+
+[Note: scale] Clipping multiplies all gradients by one number. It is remembered here and applied in fp32 by whoever
+reads next, which is the same multiplication without the pass over the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tiered.shard import Shard, ShardKind
+from tiered.tensor import TieredTensor, is_tiered, materialize
+from tiered.tiers.copier import Fence
+from tiered.tiers.swap_manager import Access, Outcome, SwapManager
+from tiered.zero.cells import ParameterCell, SimpleCell
+from tiered.zero.segment import Segment
+from tiered.zero.units import cell_of, local_tensor
+
+aten = torch.ops.aten
+
+NORM_NUMEL = 1 << 16
+"""Elements per partial norm, counted from the start of the parameter: the norm does not depend on the arena."""
+
+
+class GradBuffer:
+    """All gradients of one engine.
+
+    Args:
+        manager: moves their shards.
+        place: reserves the gradient bytes of a segment before the first one arrives.
+    """
+
+    def __init__(self, manager: SwapManager, place: Callable[[Segment], None]) -> None:
+        self._manager = manager
+        self._place = place
+        self._cells: dict[ParameterCell, GradientCell] = {}
+        self._open: Shard | None = None
+        self._fence: Fence | None = None
+        self.wants_norms = False
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """The hook: moves a gradient that FSDP2 just made from the device to its tier.
+
+        `parameter.grad` becomes a tensor over the tier, onto which FSDP2 adds later micro-batches by itself.
+        """
+        grad, cell = parameter.grad, cell_of(parameter)
+        if grad is None or cell is None:
+            return
+        local = local_tensor(grad)
+        if is_tiered(local):
+            return
+        gradient = self.cell_for(cell)
+        gradient.begin(local.detach().reshape(-1))
+        tiered = TieredTensor(gradient, local.shape)
+        if not isinstance(grad, DTensor):
+            parameter.grad = tiered
+            return
+        parameter.grad = DTensor.from_local(
+            tiered, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+        )
+
+    def cell_for(self, cell: ParameterCell) -> GradientCell:
+        """The gradient of a parameter, with its bytes reserved."""
+        if cell not in self._cells:
+            self._cells[cell] = GradientCell(cell, self)
+        segment = self._cells[cell].segment
+        if not segment.has(ShardKind.GRAD):
+            self._place(segment)
+        return self._cells[cell]
+
+    def open(self, shard: Shard) -> None:
+        """Pins `shard` for writing; the one before it is released, so that a packed shard is written once."""
+        if shard is not self._open:
+            self.flush()
+            self._manager.acquire((shard,), Access.UPDATE).wait()
+            self._open = shard
+
+    def written(self, fence: Fence | None) -> None:
+        """A copy into the open shard was enqueued."""
+        self._fence = fence or self._fence
+
+    def flush(self) -> None:
+        """Releases the open shard; what was taken so far may be read."""
+        shard, fence = self._open, self._fence
+        self._open = self._fence = None
+        if shard is not None:
+            self._manager.release((shard,), Outcome.MODIFIED, fence=fence)
+
+    def widen(self, segment: Segment) -> None:
+        """Makes the gradients of a segment fp32; see [Note: narrow gradients]."""
+        self.flush()
+        cells = [g for g in self._cells.values() if g.segment is segment]
+        values = {g: g.read_stored(0, g.numel) for g in cells}
+        segment.free(ShardKind.GRAD)
+        segment.wide_gradients = True
+        self._place(segment)
+        for gradient, stored in values.items():
+            gradient.write_stored(stored.float())
+
+    def discard(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Says that the gradients of `parameters` are not needed any more (`zero_grad`)."""
+        self.flush()
+        cells = (cell_of(parameter) for parameter in parameters)
+        gone = {cell for cell in cells if cell is not None and cell in self._cells}
+        segments = {cell.segment for cell in gone if cell.segment is not None}
+        for segment in segments:
+            owners = [cell for cell in self._cells if cell.segment is segment]
+            if all(cell in gone for cell in owners) and segment.has(ShardKind.GRAD):
+                self._manager.discard(segment.shards(ShardKind.GRAD))
+
+
+class GradientCell(SimpleCell):
+    """The gradient of one parameter shard; users see it in the parameter's dtype."""
+
+    def __init__(self, parameter: ParameterCell, buffer: GradBuffer) -> None:
+        self.name = f"{parameter.name}.grad"
+        self.dtype = parameter.dtype
+        self.numel = parameter.live_numel
+        self.device = parameter.device
+        self.scale = 1.0
+        self.segment: Segment = parameter.place
+        self._offset = parameter.offset
+        self._buffer = buffer
+        self._norm: float | None = None
+
+    # ---- writing ----
+
+    def begin(self, values: torch.Tensor) -> None:
+        """Replaces the gradient by 1-D `values` from the device."""
+        self.scale = 1.0
+        self._norm = norm_of(values) if self._buffer.wants_norms else None
+        self.write_stored(values)
+
+    def accumulate(self, values: torch.Tensor) -> None:
+        """Adds 1-D `values`, in fp32."""
+        if not self.segment.wide_gradients:
+            self._buffer.widen(self.segment)
+        total = self._read_fp32(0, self.numel)
+        total += values.detach().to("cpu", torch.float32)
+        self.begin(total)
+
+    def multiply(self, factor: float) -> None:
+        """Scales the gradient; see [Note: scale]."""
+        if factor == 1.0:
+            return
+        if self.scale != 1.0:  # one factor is exact, a product of two would not be
+            if not self.segment.wide_gradients:
+                self._buffer.widen(self.segment)
+            self.write_stored(self._read_fp32(0, self.numel))
+            self.scale = 1.0
+        self.scale = factor
+        self._norm = None
+
+    def write_stored(self, values: torch.Tensor) -> None:
+        """Sets the stored elements, in the stored dtype."""
+        segment = self.segment
+        dtype, tools = segment.dtype_of(ShardKind.GRAD), segment.tools
+        for shard, low, high, at in segment.windows(ShardKind.GRAD, self._offset, self._offset + self.numel):
+            self._buffer.open(shard)
+            part = values[low - self._offset : high - self._offset]
+            self._buffer.written(tools.copier.copy(shard.view(dtype)[at : at + high - low], part))
+
+    # ---- reading ----
+
+    def norm(self) -> float:
+        """The 2-norm of this rank's part."""
+        self._buffer.wants_norms = True
+        if self._norm is None:
+            self._norm = norm_of(self._read_fp32(0, self.numel))
+        return self._norm
+
+    def read_stored(self, start: int, stop: int) -> torch.Tensor:
+        """Elements as they are stored, without the scale."""
+        self._buffer.flush()
+        out = torch.empty(stop - start, dtype=self.segment.dtype_of(ShardKind.GRAD))
+        self.segment.copy_out(ShardKind.GRAD, self._offset + start, out)
+        return out
+
+    def _read_fp32(self, start: int, stop: int) -> torch.Tensor:
+        values = self.read_stored(start, stop).float()
+        return values if self.scale == 1.0 else values.mul_(torch.tensor(self.scale, dtype=torch.float32))
+
+    # ---- Cell ----
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._read_fp32(start, stop).to(self.dtype)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        if start == 0 and values.numel() == self.numel and not self.segment.wide_gradients:
+            self.begin(values)
+            return
+        whole = self._read_fp32(0, self.numel)
+        whole[start : start + values.numel()].copy_(values)
+        self.begin(whole)
+
+    def intercept(self, operator: Any, args: tuple[Any, ...]) -> Any:
+        tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        cells = [t.cell for t in tensors if isinstance(t, TieredTensor) and isinstance(t.cell, GradientCell)]
+        if len(cells) != len(tensors) or any(t.numel() != c.numel for t, c in zip(tensors, cells, strict=True)):
+            return NotImplemented
+        if operator in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+            if len(args) > 1 and args[1] != 2:
+                return NotImplemented
+            norms = [torch.tensor(cell.norm(), dtype=torch.float32, device=cell.device) for cell in cells]
+            return norms if tensors is args[0] else norms[0]
+        other = args[1]
+        if operator is aten.add_.Tensor:
+            if not isinstance(other, torch.Tensor) or other.shape != tensors[0].shape:
+                return NotImplemented
+            values = (materialize(other) if isinstance(other, TieredTensor) else other).reshape(-1)
+            cells[0].accumulate(values)
+            return args[0]
+        if isinstance(other, torch.Tensor) and other.numel() != 1:
+            return NotImplemented
+        factor = float(other)
+        for cell in cells:
+            cell.multiply(factor)
+        return args[0] if operator is aten.mul_.Tensor else None
+
+
+def norm_of(values: torch.Tensor) -> float:
+    """2-norm of a 1-D tensor: fp32 norms of fixed blocks, summed exactly. Independent of where the bytes were."""
+    blocks = torch.split(values, NORM_NUMEL)
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(block.float())) ** 2 for block in blocks))

@@ -1,0 +1,89 @@
+"""Sharded construction: every parameter leaves memory as soon as it is registered, so the model never exists whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from tiered.errors import UsageError
+from tiered.tensor import is_tiered
+from tiered.zero.nursery import Nursery
+
+
+def build(factory: Callable[[], nn.Module], nursery: Nursery, device: torch.device) -> nn.Module:
+    """Runs `factory` with every parameter going to the nursery at registration.
+
+    With the same seed the values equal those of plain construction on the CPU, bit for bit: initialisation runs
+    on host tensors of the same shape in the same order. Raises UsageError when the result is not a module.
+    """
+    with _adopting(nursery, device):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the factory returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def convert(model: nn.Module, nursery: Nursery, device: torch.device) -> None:
+    """Moves the parameters of a finished module to the nursery, one by one.
+
+    The old Parameter objects are retired: an optimizer that was made from them raises at its first step.
+    """
+    adopted: dict[int, nn.Parameter] = {}
+    retired: list[nn.Parameter] = []
+    for prefix, module in model.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or is_tiered(parameter) or _stays_plain(parameter):
+                continue
+            if id(parameter) not in adopted:
+                name = f"{prefix}.{key}" if prefix else key
+                adopted[id(parameter)] = _adopt(name, parameter, nursery, device)
+                retired.append(parameter)
+            module._parameters[key] = adopted[id(parameter)]
+    for parameter in retired:
+        parameter.data = parameter.data.new_empty(0)
+        parameter.__class__ = RetiredParameter
+
+
+class RetiredParameter(nn.Parameter):
+    """What is left of a Parameter whose module was sharded: using it in an optimizer is an error, not silence."""
+
+    @property
+    def grad(self) -> NoReturn:
+        raise UsageError(
+            "this parameter was replaced when its model was given to tiered.shard, so an optimizer made before "
+            "would train nothing: make the optimizer from model.parameters() after tiered.shard"
+        )
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is not None:
+            self.grad  # noqa: B018  (raises)
+
+
+def _stays_plain(parameter: nn.Parameter) -> bool:
+    """FSDP2 cannot shard scalars or tensors without elements; they stay ordinary and replicated."""
+    return parameter.ndim == 0 or parameter.numel() == 0 or isinstance(parameter, nn.parameter.UninitializedParameter)
+
+
+def _adopt(name: str, parameter: nn.Parameter, nursery: Nursery, device: torch.device) -> nn.Parameter:
+    tensor = nursery.adopt(name, parameter, device)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _adopting(nursery: Nursery, device: torch.device) -> Iterator[None]:
+    def on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or is_tiered(parameter) or _stays_plain(parameter):
+            return None
+        return _adopt(f"{type(module).__name__}.{name}", parameter, nursery, device)
+
+    handle = register_module_parameter_registration_hook(cast(Any, on_registration))
+    try:
+        yield
+    finally:
+        handle.remove()

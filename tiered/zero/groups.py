@@ -1,0 +1,127 @@
+"""What joins a sharded model to torch: process group and mesh, buffers, and the hooks on modules and parameters."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tiered.optim.grad_buffer import GradBuffer
+from tiered.plan.prefetch_queue import Mode, PrefetchQueue
+from tiered.zero.units import cell_of
+
+_borrowers = 0
+"""Engines that use the process group that this module made; the last one to close takes it down."""
+
+
+def open_mesh(device: torch.device, resources: ExitStack) -> DeviceMesh:
+    """A 1-D mesh over all ranks; makes the process group where the user made none.
+
+    Under `torchrun` the group is the launched ranks, otherwise this process alone (no port is opened).
+    """
+    global _borrowers
+    if _borrowers or not dist.is_initialized():
+        if not _borrowers:
+            _make_group(device)
+        _borrowers += 1
+        resources.callback(_return_group)
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _make_group(device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend_of(device)}"
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _backend_of(device: torch.device) -> str:
+    return dist.get_default_backend_for_device(device.type)
+
+
+def _return_group() -> None:
+    global _borrowers
+    _borrowers -= 1
+    if _borrowers == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank."""
+    return dist.get_rank()
+
+
+def ranks_on_this_node() -> int:
+    """How many ranks share this machine's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+
+
+def prepare_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers are never sharded or cast: they go to the device, and every rank gets rank 0's."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            if buffer.device != device:
+                buffer = module._buffers[name] = buffer.to(device)
+            if dist.get_world_size() > 1:
+                dist.broadcast(buffer, src=0)
+
+
+def watch_gradients(model: nn.Module, gradients: GradBuffer) -> None:
+    """Has each gradient taken to its tier as soon as FSDP2 has reduced it; plain parameters are averaged."""
+    for parameter in model.parameters():
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a hook needs it; a frozen parameter may be trained later
+        hook = gradients.take if cell_of(parameter) is not None else _average
+        cast(Any, parameter).register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(trained)
+
+
+def _average(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and dist.get_world_size() > 1 and parameter.numel():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        parameter.grad /= dist.get_world_size()
+
+
+def watch_passes(model: nn.Module, queue: PrefetchQueue) -> None:
+    """Tells the prefetch queue where a pass begins, and whether gradients will be wanted."""
+
+    def begin(module: nn.Module, args: Any) -> None:
+        queue.begin_pass(Mode.TRAIN if torch.is_grad_enabled() else Mode.NO_GRAD)
+
+    model.register_forward_pre_hook(begin, prepend=True)
+
+
+def accept_whole_state_dicts(model: nn.Module) -> None:
+    """Lets `load_state_dict` take ordinary whole tensors: each rank keeps its slice of them."""
+
+    def distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module._parameters.items():
+            value = state_dict.get(prefix + name)
+            if (
+                isinstance(parameter, DTensor)
+                and isinstance(value, torch.Tensor)
+                and not isinstance(value, DTensor)
+                and value.shape == parameter.shape
+            ):
+                state_dict[prefix + name] = distribute_tensor(
+                    value.to(parameter.device),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    src_data_rank=None,
+                )
+
+    for module in model.modules():
+        if module._parameters:
+            cast(Any, module).register_load_state_dict_pre_hook(distribute)
