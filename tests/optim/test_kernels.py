@@ -453,8 +453,8 @@ def test_every_narrow_number_is_read_right(name: str, dtype: torch.dtype) -> Non
 def test_wrong_tensors_are_refused_by_name() -> None:
     def update(**changed: Tensor) -> None:
         tensors = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
-        tensors.update(changed)
-        kernels.adam_f32(*tensors.values(), args=AdamArgs(lr=1e-3, step=1))
+        param, grad, exp_avg, exp_avg_sq = (tensors | changed).values()
+        kernels.adam_f32(param, grad, exp_avg, exp_avg_sq, AdamArgs(lr=1e-3, step=1))
 
     update()
     with pytest.raises(UsageError, match=r"grad is torch.float64; it must be torch.float32 or torch.bfloat16"):
