@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tiered import _native
 from tiered.config import Config
-from tiered.errors import UsageError
+from tiered.errors import ClosedError, UsageError
 from tiered.events import EventLog
 from tiered.optim.grad_buffer import GradBuffer
 from tiered.plan.placement import Arena, Placement, UnitBytes, place, plan_arena
@@ -43,6 +43,7 @@ from tiered.zero.nursery import Nursery
 from tiered.zero.runtime import Runtime
 from tiered.zero.segment import MasterForm, Segment, Tools
 from tiered.zero.units import LayoutRule, Unit, cell_of, find_blocks, lay_out
+from tiered.zero.unshard import make_plain
 
 log = logging.getLogger("tiered")
 
@@ -104,7 +105,9 @@ class Engine:
         budgets: _Budgets,
         io: tuple[str, str],
         resources: ExitStack,
+        model: nn.Module,
     ) -> None:
+        self._model = weakref.ref(model)
         self._runtime = runtime
         self._units = units
         self._plan = plan
@@ -167,8 +170,25 @@ class Engine:
         self._runtime.gradients.flush()
         self._runtime.tools.manager.drain()
 
+    def unshard(self) -> None:
+        """Gives the model back as the ordinary module it was, parameters whole and in memory, and closes.
+
+        Every rank calls it. Raises CapacityError, and changes nothing, where the whole model does not fit in memory.
+        """
+        model = self._model()
+        if self._closed or model is None:
+            raise ClosedError("the engine is closed: its model has no bytes to give back")
+        whole_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        need = Need("all parameters, whole, on each rank of this machine", whole_bytes * groups.ranks_on_this_node())
+        check_capacity([need], usable_host_bytes(), what="free host memory", smallest=need.nbytes)
+        make_plain(model)
+        self.close()
+
     def close(self) -> None:
-        """Ends threads, frees memory and files. Idempotent. The model's parameters have no bytes afterwards."""
+        """Ends threads, frees memory and files. Idempotent.
+
+        The model's parameters have no bytes afterwards, and using them raises ClosedError: export or `unshard` first.
+        """
         if self._closed:
             return
         self._closed = True
@@ -242,7 +262,7 @@ class _Assembly:
             tune_malloc()
         if not _native.available():
             log.warning("tiered runs without its compiled part: %s", _native.unavailable_reason())
-        self._mesh = groups.open_mesh(self._device, self._resources)
+        self._mesh = groups.open_mesh(self._device)
         self._world_size = self._mesh.size()
         budgets = _Budgets(config, ranks_here=groups.ranks_on_this_node())
         arena = plan_arena(budgets.host_bytes, uses_nvme=bool(config.nvme))
@@ -289,6 +309,7 @@ class _Assembly:
             budgets=budgets,
             io=io,
             resources=self._resources,
+            model=model,
         )
         _engines[model] = result
         weakref.finalize(model, result.close)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -17,22 +17,22 @@ from tiered.optim.grad_buffer import GradBuffer
 from tiered.plan.prefetch_queue import Mode, PrefetchQueue
 from tiered.zero.units import cell_of
 
-_borrowers = 0
-"""Engines that use the process group that this module made; the last one to close takes it down."""
-
-
-def open_mesh(device: torch.device, resources: ExitStack) -> DeviceMesh:
+def open_mesh(device: torch.device) -> DeviceMesh:
     """A 1-D mesh over all ranks; makes the process group where the user made none.
 
-    Under `torchrun` the group is the launched ranks, otherwise this process alone (no port is opened).
+    Under `torchrun` the group is the launched ranks, otherwise this process alone (no port is opened). A group made
+    here lives until the process ends, for all engines: torch's DTensor caches keep each mesh, and so each group with
+    its sockets, so a new one per engine would pile up. Users who want a group of their own make it first.
     """
-    global _borrowers
-    if _borrowers or not dist.is_initialized():
-        if not _borrowers:
-            _make_group(device)
-        _borrowers += 1
-        resources.callback(_return_group)
+    if not dist.is_initialized():
+        _make_group(device)
+        atexit.register(_destroy_group)
     return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _make_group(device: torch.device) -> None:
@@ -47,13 +47,6 @@ def _make_group(device: torch.device) -> None:
 
 def _backend_of(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device.type)
-
-
-def _return_group() -> None:
-    global _borrowers
-    _borrowers -= 1
-    if _borrowers == 0 and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def rank() -> int:
