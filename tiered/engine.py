@@ -35,7 +35,7 @@ from tiered.tiers.homes import Homes
 from tiered.tiers.io.engine import IoEngine
 from tiered.tiers.io.probe import open_engine, probe
 from tiered.tiers.memory import Need, check_capacity, tune_malloc, usable_host_bytes
-from tiered.tiers.nvme_store import NvmeStore
+from tiered.tiers.nvme_store import NvmeStore, free_disk_bytes
 from tiered.tiers.swap_manager import SwapManager
 from tiered.zero import groups
 from tiered.zero.build import build, convert
@@ -292,6 +292,7 @@ class _Assembly:
         unit_bytes = _measure(named, rule, world_size=self._world_size)
         budgets.check_device(unit_bytes[:-1], unit_bytes[-1], world_size=self._world_size)
         self._placement = place(unit_bytes, config, arena, host_budget_bytes=budgets.host_bytes)
+        self._check_disk(unit_bytes)
         parameter_count = sum(parameter.numel() for parameter in model.parameters())
         units = [self._shard_unit(i, name, module, runtime, rule) for i, (name, module) in enumerate(named)]
         queue.set_shards([unit.gathered_shards() for unit in units])
@@ -354,6 +355,21 @@ class _Assembly:
         resources.callback(manager.close)
         copier: Copier = open_copier(self._device)
         return Tools(manager, homes, copier, slot_bytes), io
+
+    def _check_disk(self, unit_bytes: list[UnitBytes]) -> None:
+        """Everything that the plan puts on NVMe, optimizer states included, must fit before anything is moved."""
+        if not self._config.nvme:
+            return
+        needs: Counter[str] = Counter()
+        for (unit, kind), tier in self._placement.tiers.items():
+            if tier is Tier.NVME:
+                needs[kind.name.lower()] += unit_bytes[unit].kinds[kind] * groups.ranks_on_this_node()
+        check_capacity(
+            [Need(f"{kind} of all ranks on this machine", nbytes) for kind, nbytes in needs.items()],
+            free_disk_bytes(self._config.nvme),
+            what=f"free disk of {', '.join(map(str, self._config.nvme))}",
+            smallest=sum(needs.values()),
+        )
 
     def _place(self, segment: Segment, kind: ShardKind) -> None:
         tier = self._placement.tiers.get((segment.unit, kind))

@@ -98,6 +98,12 @@ class TieredTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TieredTensor({self._cell.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def numpy(self, *, force: bool = False) -> Any:
+        return materialize(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return materialize(self).tolist()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return cast(Any, materialize(self)).__reduce_ex__(protocol)
 
