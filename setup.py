@@ -6,7 +6,6 @@ compiling and linking a few lines; what is missing costs speed or a link depende
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from pathlib import Path
 
@@ -32,8 +31,8 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         openmp = ["-fopenmp"] if self._links(OPENMP_TRIAL, ".cpp", "c++", flags=["-fopenmp"]) else []
         libaio = self._links(LIBAIO_TRIAL, ".c", "c", libraries=["aio"])
-        self._say("OpenMP found" if openmp else "OpenMP missing, so the kernels use one thread")
-        self._say("libaio found" if libaio else "libaio missing, so csrc/aio.c stands in for it")
+        print("tiered: OpenMP", "found" if openmp else "missing, so the kernels use one thread")
+        print("tiered: libaio", "found" if libaio else "missing, so csrc/aio.c stands in for it")
         if libaio:
             ext.define_macros.append(("TIERED_SYSTEM_LIBAIO", "1"))
             ext.libraries.append("aio")
@@ -50,9 +49,6 @@ class BuildNative(build_ext):
         ext.extra_compile_args += HIDDEN
         ext.extra_link_args += openmp
         super().build_extension(ext)
-
-    def _say(self, line: str) -> None:
-        self.announce(f"tiered: {line}", level=logging.INFO)
 
     def _links(
         self,

@@ -7,10 +7,12 @@ swap manager, the swap manager asks the I/O engine.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +30,6 @@ from tiered.plan.placement import Arena, Placement, UnitBytes, place, plan_arena
 from tiered.plan.prefetch_queue import PrefetchQueue
 from tiered.report import Report
 from tiered.shard import ShardKind, Tier
-from tiered.tensor import is_tiered
 from tiered.tiers.buffer_pool import BufferPool, Purpose
 from tiered.tiers.copier import Copier, open_copier
 from tiered.tiers.homes import Homes
@@ -38,7 +39,7 @@ from tiered.tiers.memory import Need, check_capacity, tune_malloc, usable_host_b
 from tiered.tiers.nvme_store import NvmeStore, free_disk_bytes
 from tiered.tiers.swap_manager import SwapManager
 from tiered.zero import groups
-from tiered.zero.build import build, convert
+from tiered.zero.build import Conversion, build, stays_plain
 from tiered.zero.nursery import Nursery
 from tiered.zero.runtime import Runtime
 from tiered.zero.segment import MasterForm, Segment, Tools
@@ -56,10 +57,31 @@ DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """How the replaceable parts are made; tests put the fakes of `tiered.testing` here.
+
+    Attributes:
+        open_engine: an I/O engine by name and queue depth.
+        open_copier: a copier for a device.
+        arena: instead of the planned one.
+        poison: fill recycled slots, so that whoever reads one too late sees wrong bytes.
+        log_max: events that the engine's log keeps.
+    """
+
+    open_engine: Callable[[str, int], IoEngine] = open_engine
+    open_copier: Callable[[torch.device], Copier] = open_copier
+    arena: Arena | None = None
+    poison: bool = False
+    log_max: int = 0
+
+
 def shard(
     model: nn.Module | Callable[[], nn.Module],
     config: Config | None = None,
     /,
+    *,
+    _parts: Parts = Parts(),
     **settings: Any,
 ) -> nn.Module:
     """Builds, shards and places a model; returns the module, ready for an ordinary training loop.
@@ -79,7 +101,7 @@ def shard(
     """
     if config is not None and settings:
         raise UsageError("give tiered.shard a Config or settings, not both")
-    return _Assembly(config or Config(**settings)).shard(model)
+    return _Assembly(config or Config(**settings), _parts).shard(model)
 
 
 def engine(model: nn.Module) -> Engine:
@@ -206,6 +228,14 @@ class Engine:
         self.close()
 
 
+def _close_forgotten(engine: Engine) -> None:
+    """For a model that nobody closed. The collector may run this on a mover, which cannot wait for its own end."""
+    if threading.current_thread().daemon:
+        threading.Thread(target=engine.close, name="tiered-close").start()
+    else:
+        engine.close()
+
+
 class _Budgets:
     """Bytes that may be used, and that will be."""
 
@@ -244,8 +274,9 @@ def _whole_bytes(unit: UnitBytes, world_size: int) -> int:
 class _Assembly:
     """Builds the parts in order; what was built is taken down again when a later part fails."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, parts: Parts) -> None:
         self._config = config
+        self._parts = parts
         self._resources = ExitStack()
 
     def shard(self, source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -256,64 +287,84 @@ class _Assembly:
         return model
 
     def _shard(self, source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+        self._open_machine()
+        if not isinstance(source, nn.Module):
+            model = build(source, self._nursery, self._device)
+            return self._join(model, self._make_plan(model))
+        blocks = self._make_plan(source)
+        conversion = Conversion(source, self._nursery, self._device)
+        try:
+            self._join(source, blocks)
+        except BaseException:
+            conversion.undo()
+            raise
+        conversion.commit()
+        return source
+
+    def _open_machine(self) -> None:
+        """Everything that does not depend on the model: process group, budgets, arena, tiers, mover."""
         config = self._config
-        self._device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        if self._device.type == "cpu":
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        if device.type == "cpu":
             tune_malloc()
         if not _native.available():
             log.warning("tiered runs without its compiled part: %s", _native.unavailable_reason())
-        self._mesh = groups.open_mesh(self._device)
-        self._world_size = self._mesh.size()
-        budgets = _Budgets(config, ranks_here=groups.ranks_on_this_node())
-        arena = plan_arena(budgets.host_bytes, uses_nvme=bool(config.nvme))
-        self._events = EventLog()
-        tools, io = self._open_tiers(arena)
-        prefetch_bytes = config.prefetch_bytes or max(arena.slot_bytes, arena.nbytes // 2)
-        queue = PrefetchQueue(tools.manager, prefetch_units=config.prefetch_units, prefetch_bytes=prefetch_bytes)
-        runtime = Runtime(
+        self._mesh = groups.open_mesh(device)
+        self._device = groups.device_of(self._mesh)
+        self._budgets = _Budgets(config, ranks_here=groups.ranks_on_this_node())
+        self._arena = self._parts.arena or plan_arena(self._budgets.host_bytes, uses_nvme=bool(config.nvme))
+        self._events = EventLog(log_max=self._parts.log_max)
+        tools, self._io = self._open_tiers(self._arena)
+        prefetch_bytes = config.prefetch_bytes or max(self._arena.slot_bytes, self._arena.nbytes // 2)
+        self._runtime = Runtime(
             tools=tools,
-            queue=queue,
+            queue=PrefetchQueue(tools.manager, prefetch_units=config.prefetch_units, prefetch_bytes=prefetch_bytes),
             gradients=GradBuffer(tools.manager, lambda segment: self._place(segment, ShardKind.GRAD)),
             events=self._events,
             place=self._place,
-            slot_count=arena.slot_count,
+            slot_count=self._arena.slot_count,
         )
         spills = bool(config.nvme) and config.parameters in ("auto", "nvme")
-        nursery_bytes = min(NURSERY_BYTES, budgets.host_bytes // 4) if spills else None
+        nursery_bytes = min(NURSERY_BYTES, self._budgets.host_bytes // 4) if spills else None
         self._nursery = Nursery(tools, memory_bytes=nursery_bytes)
-        if isinstance(source, nn.Module):
-            model = source
-            convert(model, self._nursery, self._device)
-        else:
-            model = build(source, self._nursery, self._device)
+        self._rule = LayoutRule(DTYPES[config.compute_dtype], split_masters=config.master_dtype == "float32")
+
+    def _make_plan(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Units, their sizes, their tiers; refuses what does not fit before anything is moved. Returns the units."""
+        world_size = self._mesh.size()
+        blocks = [*find_blocks(model), ("", model)]
+        self._unit_bytes = _measure(blocks, self._rule, world_size=world_size)
+        self._budgets.check_device(self._unit_bytes[:-1], self._unit_bytes[-1], world_size=world_size)
+        self._placement = place(self._unit_bytes, self._config, self._arena, host_budget_bytes=self._budgets.host_bytes)
+        self._check_disk(self._unit_bytes)
+        return blocks
+
+    def _join(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> nn.Module:
+        """FSDP2 around every unit, every parameter in its place, hooks on: from here on the model trains."""
+        runtime = self._runtime
         groups.prepare_buffers(model, self._device)
-        rule = LayoutRule(DTYPES[config.compute_dtype], split_masters=config.master_dtype == "float32")
-        named = [*find_blocks(model), ("", model)]
-        unit_bytes = _measure(named, rule, world_size=self._world_size)
-        budgets.check_device(unit_bytes[:-1], unit_bytes[-1], world_size=self._world_size)
-        self._placement = place(unit_bytes, config, arena, host_budget_bytes=budgets.host_bytes)
-        self._check_disk(unit_bytes)
         parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        units = [self._shard_unit(i, name, module, runtime, rule) for i, (name, module) in enumerate(named)]
-        queue.set_shards([unit.gathered_shards() for unit in units])
+        units = [self._shard_unit(index, name, module) for index, (name, module) in enumerate(blocks)]
+        runtime.queue.set_shards([unit.gathered_shards() for unit in units])
         groups.watch_gradients(model, runtime.gradients)
-        groups.watch_passes(model, queue)
+        groups.reduce_unused(model)
+        groups.watch_passes(model, runtime.queue)
         groups.accept_whole_state_dicts(model)
-        tools.manager.drain()
+        runtime.tools.manager.drain()
         result = Engine(
             runtime,
             units,
             plan=self._placement,
-            unit_bytes=unit_bytes,
+            unit_bytes=self._unit_bytes,
             parameter_count=parameter_count,
-            config=config,
-            budgets=budgets,
-            io=io,
+            config=self._config,
+            budgets=self._budgets,
+            io=self._io,
             resources=self._resources,
             model=model,
         )
         _engines[model] = result
-        weakref.finalize(model, result.close)
+        weakref.finalize(model, _close_forgotten, result)
         return model
 
     def _open_tiers(self, arena: Arena) -> tuple[Tools, tuple[str, str]]:
@@ -346,14 +397,20 @@ class _Assembly:
             for path in store.removed:
                 log.warning("removed %s, left behind by a run that died", path)
             reserve = {Purpose.DEMAND: max(1, arena.slot_count // 4)}
-            pool = BufferPool(slot_bytes, arena.slot_count, reserve=reserve, register=self._device.type != "cpu")
+            pool = BufferPool(
+                slot_bytes,
+                arena.slot_count,
+                reserve=reserve,
+                register=self._device.type != "cpu",
+                poison=self._parts.poison,
+            )
             resources.callback(pool.close)
-            io_engine = open_engine(name, config.io_queue_depth)
+            io_engine = self._parts.open_engine(name, config.io_queue_depth)
         homes = Homes(store, self._device, slot_bytes=slot_bytes)
         resources.callback(homes.close)
         manager = SwapManager(pool, store, io_engine, io_block_bytes=config.io_block_bytes, events=self._events)
         resources.callback(manager.close)
-        copier: Copier = open_copier(self._device)
+        copier = self._parts.open_copier(self._device)
         return Tools(manager, homes, copier, slot_bytes), io
 
     def _check_disk(self, unit_bytes: list[UnitBytes]) -> None:
@@ -377,32 +434,29 @@ class _Assembly:
             tier = Tier.NVME if self._config.nvme else Tier.HOST
         segment.place(kind, tier)
 
-    def _shard_unit(self, index: int, name: str, module: nn.Module, runtime: Runtime, rule: LayoutRule) -> Unit:
+    def _shard_unit(self, index: int, name: str, module: nn.Module) -> Unit:
         """`fully_shard` on one module; its parameters move from the nursery to their place."""
-        config = self._config
-        before = {id(cell): cell for p in module.parameters() if (cell := cell_of(p)) and cell.unit is None}
-        plain = {parameter for parameter in module.parameters() if not is_tiered(parameter)}
+        before = {cell for p in module.parameters() if (cell := cell_of(p)) and cell.unit is None}
         self._nursery.is_sharding = True
         try:
             fully_shard(
                 module,
                 mesh=self._mesh,
                 reshard_after_forward=True,
-                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[config.compute_dtype]),
-                ignored_params={p for p in plain if cell_of(p) is None},
+                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[self._config.compute_dtype]),
+                ignored_params={parameter for parameter in module.parameters() if cell_of(parameter) is None},
             )
         finally:
             self._nursery.is_sharding = False
-        unit = Unit(index, name, runtime)
-        seats = lay_out(unit, module, rule)
+        unit = Unit(index, name, self._runtime)
+        seats = lay_out(unit, module, self._rule)
         for segment in unit.segments:
             self._place(segment, ShardKind.PARAM)
             if segment.master is MasterForm.SPLIT and segment.logical_dtype == torch.float32:
                 self._place(segment, ShardKind.MASTER)
         for seat in seats:
-            before.pop(id(seat.cell), None)
             seat.cell.settle(unit, seat.segment, seat.offset, live_numel=seat.live_numel)
-        for cell in before.values():
+        for cell in before - {seat.cell for seat in seats}:
             cell.retire()
         return unit
 
@@ -414,8 +468,7 @@ def _measure(named: list[tuple[str, nn.Module]], rule: LayoutRule, *, world_size
     for name, module in named:
         kinds: Counter[ShardKind] = Counter()
         for parameter in module.parameters():
-            cell = cell_of(parameter)
-            if cell is None or id(parameter) in seen:
+            if stays_plain(parameter) or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             rows = -(-parameter.shape[0] // world_size)

@@ -19,10 +19,11 @@ writer of `Shard.state`, on its own thread, and only through `Shard.move_to`.
 | READING -> HOST_CLEAN                 | `_finish_read`                  | kept                 |
 | READING -> FAILED                     | `_finish_read`                  | given back           |
 | FAILED -> READING                     | `_start_read` (another try)     | taken                |
-| HOST_CLEAN -> UPLOADING -> HOST_CLEAN | `_release`, `_poll_fences`      | kept until the fence |
-| HOST_CLEAN -> DOWNLOADING             | `_release`                      | kept until the fence |
+| HOST_CLEAN -> UPLOADING               | `_rest`                         | kept                 |
+| UPLOADING -> HOST_CLEAN               | `_poll_fences`, `_soil`         | kept                 |
+| HOST_CLEAN -> DOWNLOADING             | `_rest`                         | kept                 |
 | DOWNLOADING -> HOST_DIRTY             | `_poll_fences`                  | kept                 |
-| HOST_CLEAN -> HOST_DIRTY              | `_release`                      | kept                 |
+| HOST_CLEAN -> HOST_DIRTY              | `_soil`                         | kept                 |
 | HOST_DIRTY -> WRITING                 | `_start_write`                  | kept                 |
 | WRITING -> HOST_CLEAN                 | `_finish_write`                 | kept                 |
 | WRITING -> FAILED                     | `_finish_write`                 | kept (last copy)     |

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed.fsdp  # defines torch.ops.fsdp
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tiered.errors import UsageError
@@ -196,7 +197,7 @@ def store(tensor: TieredTensor, values: torch.Tensor) -> None:
         if span != tensor.numel():  # the gaps belong to others
             flat.copy_(tensor.cell.read(start, start + span))
         flat.as_strided(tensor.shape, tensor.stride()).copy_(values)
-    tensor.cell.write(start, flat)
+    tensor.cell.write(start, flat.cpu())
 
 
 def _like(tensor: TieredTensor, meta: torch.Tensor) -> TieredTensor:
@@ -230,7 +231,7 @@ def _overwrite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not is_tiered(target) or any(is_tiered(a) for a in tree_flatten((args[1:], kwargs))[0]):
         return NotImplemented
-    fresh = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
+    fresh = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type != "cpu":
         fresh = fresh.to(generator.device)
@@ -246,7 +247,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_tiered(source) and source.cell is target.cell and _same_window(source, target):
             return target
         values = materialize(source) if is_tiered(source) else source
-        store(target, torch.empty(target.shape, dtype=target.dtype).copy_(values))
+        store(target, torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(values))
         return target
     if (
         source.is_contiguous()
@@ -268,6 +269,15 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     for target, source in zip(args[0], args[1], strict=True):
         target.copy_(source)
     return None
+
+
+def _all_gather_copy_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """FSDP2's copy of a unit's shards into its send buffer: straight from the tiers, piece by piece."""
+    shards, output, numels, numel, rank = args
+    send = output.narrow(0, numel * rank, numel)
+    for target, shard in zip(torch.split(send, numels), shards, strict=True):
+        target.copy_(shard)
+    return send, output
 
 
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -363,4 +373,5 @@ _HANDLERS: dict[Any, _Handler] = {
     aten._foreach_copy_.default: _foreach_copy,
     aten.new_zeros.default: _new_zeros,
     aten._to_copy.default: _to_copy,
+    torch.ops.fsdp.all_gather_copy_in.default: _all_gather_copy_in,
 }

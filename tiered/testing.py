@@ -14,6 +14,21 @@ The fault model of `SimulatedIoEngine`, which wraps a real engine and is driven 
   `lose_nth` reports a write that never happened (a lost read leaves the buffer as it was).
 
 Not simulated: torn writes, writes to the wrong place, errors that go away when tried again.
+
+The model of `SimulatedCopier`, which stands for an accelerator's copy streams while everything is CPU memory:
+
+- Time is counted in polls of a fence, by seed; a wait ends it. There are two streams, one per direction, and a
+  fence that is done means that all earlier copies of its direction are done too, as on a device.
+- In: what the source held when the copy was enqueued (the copy is ordered after the current stream) arrives when
+  the fence is done. Until then the staged bytes are garbage, so whoever reads them early computes nonsense.
+- Out: the target has its bytes at once. That is what "later work on the current stream sees them" means to a
+  caller that never looks from the host, and on a CPU nobody can be made to wait in between. In exchange the
+  staged bytes are watched: a device may read them at any time until the fence is done, so they must not change.
+- Bytes that were recycled, overwritten or written to NVMe in between show as an AssertionError from the fence, and
+  so through the swap manager at the next call, or from `check()`.
+
+Not simulated: the caching allocator's reuse of device memory (`record_stream`), and host code that reads a target
+which only the device's stream may read.
 """
 
 from __future__ import annotations
@@ -23,10 +38,15 @@ import errno
 import mmap
 import random
 import select
+import threading
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from tiered._native import IoPiece, IoResult
+from tiered.tiers.copier import Fence
 from tiered.tiers.io.engine import EARLY_END, BaseEngine, IoEngine, IoOp, IoRequest
 
 _STEP_BYTES = 4096  # short transfers end at multiples of it, as O_DIRECT needs
@@ -148,3 +168,88 @@ class SimulatedIoEngine(BaseEngine):
 
 def _bytes_at(request: IoRequest) -> ctypes.Array[ctypes.c_ubyte]:
     return (ctypes.c_ubyte * request.nbytes).from_address(request.address)
+
+
+class SimulatedCopier:
+    """A Copier for the CPU whose copies take time; see the model above. Any thread may use it.
+
+    Attributes:
+        pending_max: most copies that were under way at once; a test that wants late copies checks it.
+    """
+
+    def __init__(self, *, seed: int, polls_max: int = 4) -> None:
+        self._random = random.Random(seed)
+        self._polls_max = polls_max
+        self._lock = threading.RLock()
+        self._outward: deque[_SimulatedCopy] = deque()
+        self._inward: deque[_SimulatedCopy] = deque()
+        self.pending_max = 0
+
+    def copy_out(self, target: torch.Tensor, staged: torch.Tensor) -> Fence | None:
+        target.copy_(staged)
+        return self._enqueue(self._outward, staged, arriving=None)
+
+    def copy_in(self, staged: torch.Tensor, source: torch.Tensor) -> Fence | None:
+        arriving = torch.empty_like(staged).copy_(source.detach())
+        raw = staged.view(torch.uint8)
+        raw.copy_(
+            torch.frombuffer(bytearray(self._random.randbytes(max(1, raw.numel()))), dtype=torch.uint8)[: len(raw)]
+        )
+        return self._enqueue(self._inward, staged, arriving=arriving)
+
+    def check(self) -> None:
+        """Ends all copies; raises for one whose staged bytes were touched too early."""
+        with self._lock:
+            for stream in (self._outward, self._inward):
+                if stream:
+                    stream[-1].wait()
+
+    def _enqueue(
+        self, stream: deque[_SimulatedCopy], staged: torch.Tensor, *, arriving: torch.Tensor | None
+    ) -> _SimulatedCopy:
+        with self._lock:
+            copy = _SimulatedCopy(self._lock, stream, staged, arriving, polls=self._random.randint(0, self._polls_max))
+            stream.append(copy)
+            self.pending_max = max(self.pending_max, len(self._outward) + len(self._inward))
+            return copy
+
+
+class _SimulatedCopy:
+    """One copy under way, and its fence."""
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        stream: deque[_SimulatedCopy],
+        staged: torch.Tensor,
+        arriving: torch.Tensor | None,
+        *,
+        polls: int,
+    ) -> None:
+        self._lock = lock
+        self._stream = stream
+        self._staged = staged.view(torch.uint8)
+        self._seen = self._staged.clone()
+        self._arriving = arriving
+        self._polls = polls
+        self._ended = False
+
+    def done(self) -> bool:
+        with self._lock:
+            self._polls -= 1
+            if self._polls < 0:
+                self.wait()
+            return self._ended
+
+    def wait(self) -> None:
+        with self._lock:
+            while not self._ended:
+                self._stream.popleft()._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        if not torch.equal(self._staged, self._seen):
+            way = "out of" if self._arriving is None else "into"
+            raise AssertionError(f"staged bytes changed while a copy {way} them was under way")
+        if self._arriving is not None:
+            self._staged.copy_(self._arriving.view(torch.uint8))

@@ -115,7 +115,7 @@ def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 def _whole(tensor: Tensor) -> Tensor:
     """The tensor with all its bytes in ordinary memory, wherever its shards live."""
     gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(gathered)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(gathered)
 
 
 @contextmanager

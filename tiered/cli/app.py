@@ -40,8 +40,15 @@ def tiered(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _run(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         code = app(arguments, standalone_mode=False)
     except WrongCommandLine as error:

@@ -57,11 +57,10 @@ class Settings:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """A short linear warm-up, then half a cosine down to `LAST_FRACTION`."""
-    warm_up = max(1, min(WARM_UP_STEPS, steps // 10))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    turn = (step - warm_up) / max(1, steps - warm_up)
+    """A linear warm-up, which a very short run never leaves, then half a cosine down to `LAST_FRACTION`."""
+    if step < WARM_UP_STEPS:
+        return (step + 1) / WARM_UP_STEPS
+    turn = (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS)
     return LAST_FRACTION + (1 - LAST_FRACTION) * 0.5 * (1 + math.cos(math.pi * turn))
 
 

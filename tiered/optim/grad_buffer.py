@@ -30,6 +30,9 @@ aten = torch.ops.aten
 NORM_NUMEL = 1 << 16
 """Elements per partial norm, counted from the start of the parameter: the norm does not depend on the arena."""
 
+NORM_BLOCKS_MAX = 64
+"""Partial norms that are computed together, which bounds the fp32 copy they need."""
+
 
 class GradBuffer:
     """All gradients of one engine.
@@ -167,7 +170,7 @@ class GradientCell(SimpleCell):
         for shard, low, high, at in segment.windows(ShardKind.GRAD, self._offset, self._offset + self.numel):
             self._buffer.open(shard)
             part = values[low - self._offset : high - self._offset]
-            self._buffer.written(tools.copier.copy(shard.view(dtype)[at : at + high - low], part))
+            self._buffer.written(tools.copier.copy_in(shard.view(dtype)[at : at + high - low], part))
 
     # ---- reading ----
 
@@ -181,13 +184,13 @@ class GradientCell(SimpleCell):
     def read_stored(self, start: int, stop: int) -> torch.Tensor:
         """Elements as they are stored, without the scale."""
         self._buffer.flush()
-        out = torch.empty(stop - start, dtype=self.segment.dtype_of(ShardKind.GRAD))
+        out = torch.empty(stop - start, dtype=self.segment.dtype_of(ShardKind.GRAD), device="cpu")
         self.segment.copy_out(ShardKind.GRAD, self._offset + start, out)
         return out
 
     def _read_fp32(self, start: int, stop: int) -> torch.Tensor:
         values = self.read_stored(start, stop).float()
-        return values if self.scale == 1.0 else values.mul_(torch.tensor(self.scale, dtype=torch.float32))
+        return values if self.scale == 1.0 else values.mul_(torch.tensor(self.scale, dtype=torch.float32, device="cpu"))
 
     # ---- Cell ----
 
@@ -229,5 +232,9 @@ class GradientCell(SimpleCell):
 
 def norm_of(values: torch.Tensor) -> float:
     """2-norm of a 1-D tensor: fp32 norms of fixed blocks, summed exactly. Independent of where the bytes were."""
-    blocks = torch.split(values, NORM_NUMEL)
-    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(block.float())) ** 2 for block in blocks))
+    norms = []
+    for piece in values.split(NORM_BLOCKS_MAX * NORM_NUMEL):
+        even = piece.numel() // NORM_NUMEL * NORM_NUMEL
+        norms.append(torch.linalg.vector_norm(piece[:even].view(-1, NORM_NUMEL).float(), dim=1))
+        norms.append(torch.linalg.vector_norm(piece[even:].float()).view(1))
+    return math.sqrt(math.fsum(norm**2 for norm in torch.cat(norms).tolist()))  # a device is waited for once

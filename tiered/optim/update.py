@@ -62,12 +62,14 @@ def run_update(
     window = max(1, min(GROUPS_AHEAD_MAX, slot_count // (2 * widest)))
     stream = manager.stream((g.shards for g in groups), Access.UPDATE, window=window, cause="update")
     for group, _ in zip(groups, stream, strict=True):
-        for part in group.parts:
-            _compute(group.segment, part)
         written = tuple(shard for shard in group.shards if shard.key.kind is not ShardKind.GRAD)
         read = tuple(shard for shard in group.shards if shard.key.kind is ShardKind.GRAD)
-        manager.release(read, Outcome.UNCHANGED)
-        manager.release(written, Outcome.MODIFIED, next_use=next_use(group.segment.unit))
+        try:
+            for part in group.parts:
+                _compute(group.segment, part)
+        finally:
+            manager.release(read, Outcome.UNCHANGED)
+            manager.release(written, Outcome.MODIFIED, next_use=next_use(group.segment.unit))
 
 
 def _groups(segment: Segment, parts: Sequence[Part]) -> Iterator[Group]:

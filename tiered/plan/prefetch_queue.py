@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from tiered.plan.trace import Trace
-from tiered.shard import NEVER_USED, Shard
+from tiered.shard import NEVER_USED, Shard, Tier
 from tiered.tiers.swap_manager import SwapManager
 
 
@@ -77,6 +77,8 @@ class PrefetchQueue:
         for unit, position in trace.upcoming(self._position, self._units_max) if self._units_max else ():
             wanted = []
             for shard in self._shards[unit]:
+                if shard.home is not Tier.NVME:
+                    continue
                 budget -= shard.nbytes
                 if budget < 0:
                     break

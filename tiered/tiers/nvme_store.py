@@ -141,8 +141,8 @@ class NvmeStore:
         """Where file number `file` is, for messages."""
         return str(self._files[file].path)
 
-    def check(self, file: int | None = None) -> None:
-        """Raises StorageError if the file, or any of them, is shorter than what is reserved in it."""
+    def check(self, file: int | None = None, *, tensor: str | None = None) -> None:
+        """Raises StorageError, naming `tensor`, if the file, or any of them, is shorter than what is reserved in it."""
         for entry in self._open_files() if file is None else [self._open_files()[file]]:
             found = os.fstat(entry.lock_fd).st_size
             if found < entry.space.end:
@@ -152,6 +152,7 @@ class NvmeStore:
                     0,
                     offset=found,
                     nbytes=entry.space.end - found,
+                    tensor=tensor,
                     hint=f"The file has {found} bytes, expected are {entry.space.end}; someone cut it short.",
                 )
 

@@ -5,6 +5,10 @@ commands (`acquire`, `release`, `prefetch`, `drop`) and wait on tickets; they to
 a finished acquire and the release. The mover sleeps in poll(2), without the GIL, until a command or a
 completion arrives; progress never depends on when the training thread calls in.
 
+[Note: copies] A device copy that still uses a shard's bytes is a fence in `_uploads` (it reads them) or `_downloads`
+(it writes them). A slot with a fence is neither evicted nor given back; nobody reads a shard before its downloads
+have arrived, nobody changes it before its uploads have left. A write to NVMe may run beside uploads.
+
 Order of service: demand before writes before prefetch, each first in, first out. Memory: a demand takes a free
 slot, else evicts the clean shard whose next use is farthest, else waits for a write to end. Prefetch takes a
 free slot beyond the demand reserve, or one whose next use is farther than its own.
@@ -25,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiered.errors import ClosedError, StorageError, TieredError
+from tiered.errors import CapacityError, ClosedError, StorageError, TieredError
 from tiered.events import EventLog
 from tiered.shard import NEVER_USED, Shard, ShardState, Tier
 from tiered.tiers.buffer_pool import BufferPool, Lease, Purpose
@@ -52,12 +56,13 @@ class Outcome(IntEnum):
 class Ticket:
     """Shards on their way to host memory. `wait` may be called again and raises the same error each time."""
 
-    __slots__ = ("_error", "_event", "_missing", "access", "shards")
+    __slots__ = ("_error", "_event", "_granted", "_missing", "access", "shards")
 
     def __init__(self, shards: Sequence[Shard], access: Access) -> None:
         self.shards = tuple(shards)
         self.access = access
         self._missing = len(self.shards)
+        self._granted: list[Shard] = []  # pinned for this ticket; the mover's
         self._error: BaseException | None = None
         self._event = threading.Event()
 
@@ -77,7 +82,7 @@ class Ticket:
             self._event.set()
 
     def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
+        self._error = error
         self._event.set()
 
 
@@ -139,6 +144,7 @@ class SwapManager:
         self._gate = threading.Lock()  # a command is either run by the mover or refused, never lost
         self._closing = False
         self._broken: BaseException | None = None
+        self._under_copy: dict[Shard, tuple[Fence, Outcome]] = {}  # of shards that never move: their callers'
         # Everything below belongs to the mover.
         self._demands: deque[_Demand] = deque()
         self._prefetches: deque[Shard] = deque()
@@ -153,7 +159,9 @@ class SwapManager:
         self._cached: set[Shard] = set()
         self._pinned: set[Shard] = set()
         self._prefetched: set[Shard] = set()
-        self._fences: list[tuple[Shard, Fence, bool]] = []
+        self._unread: set[Shard] = set()  # given to a writer without reading: NVMe has other bytes
+        self._uploads: dict[Shard, list[Fence]] = {}
+        self._downloads: dict[Shard, list[Fence]] = {}
         self._quiet: list[threading.Event] = []
         self._mover = threading.Thread(target=self._run, name="tiered-mover", daemon=True)
         self._mover.start()
@@ -161,12 +169,17 @@ class SwapManager:
     # ---- any thread ----
 
     def acquire(self, shards: Sequence[Shard], access: Access) -> Ticket:
-        """Asks for the shards' bytes in host memory, pinned until released. Never blocks."""
+        """Asks for the shards' bytes in host memory, pinned until released. Does not wait for the drive.
+
+        What never moves is ready at once, after a copy of it that this access must not meet.
+        """
         ticket = Ticket(shards, access)
-        if all(shard.home is not Tier.NVME for shard in ticket.shards):
-            for shard in ticket.shards:
-                _fill_blank(shard, access)
-            ticket._missing = 0  # they never move
+        resting = [shard for shard in ticket.shards if shard.home is not Tier.NVME]
+        for shard in resting:
+            self._end_copy(shard, access)
+            _fill_blank(shard, access)  # not on the mover: zeros on a device are ordered with the caller's stream
+        if len(resting) == len(ticket.shards):
+            ticket._missing = 0
             ticket._event.set()
             return ticket
         self._post(lambda: self._demand(ticket))
@@ -185,26 +198,24 @@ class SwapManager:
         A modified shard is written back to NVMe from here on; a later acquire sees the new bytes.
         """
         moving = tuple(shard for shard in shards if shard.home is Tier.NVME)
+        if fence is not None:
+            self._under_copy.update((shard, (fence, outcome)) for shard in shards if shard.home is not Tier.NVME)
         if moving:
             self._post(lambda: self._release_all(moving, outcome, fence, next_use))
-        elif fence is not None:
-            fence.wait()
 
     @contextmanager
     def held(self, shards: Sequence[Shard], access: Access) -> Iterator[None]:
-        """Acquire, wait, release; modified unless `access` is READ or the body raised."""
+        """Acquire, wait, release; modified unless `access` is READ."""
         ticket = self.acquire(shards, access)
         try:
             ticket.wait()
         except KeyboardInterrupt:
             self._abandon(ticket)
             raise
-        outcome = Outcome.UNCHANGED
         try:
             yield
-            outcome = Outcome.UNCHANGED if access is Access.READ else Outcome.MODIFIED
-        finally:
-            self.release(shards, outcome)
+        finally:  # a body that raised may have changed some bytes: memory is what counts
+            self.release(shards, Outcome.UNCHANGED if access is Access.READ else Outcome.MODIFIED)
 
     def stream(
         self,
@@ -249,13 +260,14 @@ class SwapManager:
     def discard(self, shards: Sequence[Shard]) -> None:
         """Says that nobody needs the bytes of these unpinned shards: until written again they read as zeros."""
         for shard in shards:
-            shard.blank = True
+            shard.blank = shard.blank or shard.home is not Tier.NVME
         moving = [shard for shard in shards if shard.home is Tier.NVME]
         if moving:
             self._post(lambda: self._discard_all(moving))
 
     def drain(self) -> None:
         """Blocks until nothing is in flight and every modified shard is on its home tier."""
+        self._end_copies()
         quiet = threading.Event()
         self._post(lambda: self._quiet.append(quiet))
         quiet.wait()
@@ -272,14 +284,19 @@ class SwapManager:
         return SwapStatistics(len(self._pinned), len(self._cached), len(self._transfers), len(self._leased))
 
     def close(self) -> None:
-        """Waits for what is in flight, drops the rest, ends the mover and the engine. Idempotent."""
-        try:
-            self._post(self._begin_close)
-        except TieredError:
-            self._mover.join()
-            return
+        """Waits for what is in flight, drops the rest, ends the mover and the engine. Idempotent; never raises."""
+        with self._gate:
+            if not self._closing:
+                self._closing = True
+                self._commands.append(self._refuse_waiting)
+                os.eventfd_write(self._wake, 1)
         self._mover.join()
-        os.close(self._wake)
+        with suppress(Exception):  # a device that failed does not use the bytes any more
+            self._end_copies()
+        with self._gate:
+            if self._wake >= 0:
+                os.close(self._wake)
+            self._wake = -1
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._gate:
@@ -288,13 +305,25 @@ class SwapManager:
             self._commands.append(command)
             os.eventfd_write(self._wake, 1)
 
+    def _end_copy(self, shard: Shard, access: Access) -> None:
+        """Waits for the last copy of a shard that never moves; only readers may meet a reader."""
+        if shard not in self._under_copy:
+            return
+        fence, outcome = self._under_copy[shard]
+        if access is not Access.READ or outcome is Outcome.MODIFIED or shard.blank:
+            fence.wait()
+            del self._under_copy[shard]
+
+    def _end_copies(self) -> None:
+        while self._under_copy:
+            _, (fence, _) = self._under_copy.popitem()
+            fence.wait()
+
     def _abandon(self, ticket: Ticket) -> None:
         """Releases a ticket that nobody will use, whether it has arrived or not."""
-        try:
+        with suppress(TieredError):
             ticket.wait()
-        except TieredError:
-            return
-        self.release(ticket.shards, Outcome.UNCHANGED)
+            self.release(ticket.shards, Outcome.UNCHANGED)
 
     # ---- the mover ----
 
@@ -305,7 +334,7 @@ class SwapManager:
             poller.register(self._engine.fileno(), select.POLLIN)
         try:
             while not (self._closing and self._is_idle()):
-                poller.poll(1 if self._fences else None)
+                poller.poll(1 if self._uploads or self._downloads else None)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
                 while self._commands:
@@ -318,12 +347,14 @@ class SwapManager:
         finally:
             with self._gate:
                 self._closing = True
-            if self._engine is not None:
-                self._engine.close()
-            self._release_everything()
+            try:
+                if self._engine is not None:
+                    self._engine.close()
+            finally:
+                self._release_everything()
 
     def _is_idle(self) -> bool:
-        return not self._transfers and not self._fences
+        return not self._transfers and not self._uploads and not self._downloads
 
     def _serve(self) -> None:
         """Starts whatever can start now, in order of urgency."""
@@ -340,23 +371,29 @@ class SwapManager:
             self._quiet.clear()
 
     def _demand(self, ticket: Ticket) -> None:
+        moving = [shard for shard in ticket.shards if shard.home is Tier.NVME]
+        slot_count = self._pool.slot_count if self._pool is not None else 0
         if self._broken is not None:
-            ticket._fail(self._broken)
-            return
-        for shard in ticket.shards:
-            if shard.home is Tier.NVME:
-                self._demands.append(_Demand(ticket, shard))
-            else:
-                _fill_blank(shard, ticket.access)
-                ticket._arrived()
+            self._fail(ticket, self._broken)
+        elif len(set(moving)) > slot_count:
+            text = f"{len(set(moving))} shards are wanted at once, from {moving[0].label} on, but the arena has "
+            self._fail(ticket, CapacityError(f"{text}{slot_count} slots: raise host_memory"))
+        else:
+            for shard in ticket.shards:
+                if shard.home is Tier.NVME:
+                    self._demands.append(_Demand(ticket, shard))
+                else:
+                    ticket._arrived()
 
     def _admit(self, demand: _Demand) -> bool:
-        """Grants a demand, or lets it wait for a transfer; False when it has to wait for memory."""
+        """Grants a demand, or lets it wait for a transfer; False when it has to wait for memory or for a copy."""
         ticket, shard = demand
         if ticket.done():  # failed by another of its shards
             return True
         state = shard.state
-        writes = ticket.access is not Access.READ
+        writes = ticket.access is not Access.READ or shard.blank  # a blank shard is filled with zeros
+        if shard in self._downloads or (shard in self._uploads and writes):
+            return False
         if state in (ShardState.STORED, ShardState.FAILED):
             lease = self._take_slot(shard, Purpose.DEMAND, NEVER_USED)
             if lease is None:
@@ -364,7 +401,8 @@ class SwapManager:
             self._hold(shard, lease)
             if state is ShardState.STORED and (shard.blank or ticket.access is Access.OVERWRITE):
                 shard.move_to(ShardState.HOST_CLEAN)
-                _fill_blank(shard, ticket.access)
+                if ticket.access is Access.OVERWRITE:
+                    self._unread.add(shard)
                 self._grant(demand)
             else:
                 if ticket.access is Access.READ:
@@ -379,8 +417,6 @@ class SwapManager:
             self._count_use(shard, "late")
         elif state is ShardState.WRITING and writes:
             self._transfers[shard].waiting.append(demand)
-        elif state is ShardState.DOWNLOADING or (state is ShardState.UPLOADING and writes):
-            return False  # the fence is polled; demands stay in order
         else:
             self._count_use(shard, "hit")
             self._grant(demand)
@@ -392,11 +428,23 @@ class SwapManager:
             self._events.count_prefetch(outcome)
 
     def _grant(self, demand: _Demand) -> None:
-        shard = demand.shard
+        ticket, shard = demand
+        if shard.blank and ticket.access is not Access.READ:
+            self._unread.add(shard)
+        _fill_blank(shard, ticket.access)
         self._cached.discard(shard)
         self._pinned.add(shard)
         shard.pins += 1
-        demand.ticket._arrived()
+        ticket._granted.append(shard)
+        ticket._arrived()
+
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+        """Ends a ticket that has not ended; its owner will release nothing, so what it was granted is released."""
+        if ticket.done():
+            return
+        ticket._fail(error)
+        for shard in ticket._granted:
+            self._release(shard, Outcome.UNCHANGED, None, shard.next_use)
 
     def _hold(self, shard: Shard, lease: Lease) -> None:
         self._leased.add(shard)
@@ -458,6 +506,12 @@ class SwapManager:
         return self._start(IoOp.READ, shard, queue)
 
     def _start_write(self, shard: Shard) -> None:
+        try:
+            if self._store is not None and shard.extent is not None:
+                self._store.check(shard.extent.file, tensor=shard.label)
+        except StorageError as error:  # cut short by someone: this write would hide it behind a hole of zeros
+            self._break(error)
+            return
         shard.move_to(ShardState.WRITING)
         self._events.record("write", shard.key)
         self._start(IoOp.WRITE, shard, self._writes)
@@ -511,22 +565,12 @@ class SwapManager:
                     self._finish_write(transfer)
 
     def _describe(self, completion: IoCompletion, shard: Shard) -> StorageError:
-        request = completion.request
-        store, extent = self._store, shard.extent
-        if request.op is IoOp.READ and store is not None and extent is not None:
+        if completion.request.op is IoOp.READ and self._store is not None and shard.extent is not None:
             try:
-                store.check()
+                self._store.check(shard.extent.file, tensor=shard.label)
             except StorageError as error:  # the file is not the size it was: say so
-                error.tensor = shard.label
                 return error
-        return StorageError(
-            "read" if request.op is IoOp.READ else "write",
-            request.path,
-            completion.errno,
-            offset=request.offset,
-            nbytes=request.nbytes,
-            tensor=shard.label,
-        )
+        return completion.error(shard.label)
 
     def _finish_read(self, transfer: _Transfer) -> None:
         shard = transfer.shard
@@ -535,12 +579,12 @@ class SwapManager:
             self._prefetched.discard(shard)
             self._give_back(shard)
             for demand in transfer.waiting:
-                demand.ticket._fail(transfer.error)
+                self._fail(demand.ticket, transfer.error)
             return
         shard.move_to(ShardState.HOST_CLEAN)
         self._events.count_read(shard.key.kind, shard.extent.nbytes if shard.extent else 0)
         self._events.record("read_done", shard.key)
-        self._settle(shard, transfer.waiting)
+        self._arrive(shard, transfer.waiting)
 
     def _finish_write(self, transfer: _Transfer) -> None:
         shard = transfer.shard
@@ -548,20 +592,17 @@ class SwapManager:
             shard.move_to(ShardState.FAILED)
             self._break(transfer.error)
             for demand in transfer.waiting:
-                demand.ticket._fail(transfer.error)
+                self._fail(demand.ticket, transfer.error)
             return
         shard.move_to(ShardState.HOST_CLEAN)
         self._events.count_write(shard.key.kind, shard.extent.nbytes if shard.extent else 0)
         self._events.record("write_done", shard.key)
-        self._settle(shard, transfer.waiting)
+        self._arrive(shard, transfer.waiting)
 
-    def _settle(self, shard: Shard, waiting: list[_Demand]) -> None:
-        """A shard has come to rest in HOST_CLEAN: serve who waited for it, else keep it as cache."""
-        for demand in waiting:
-            if not demand.ticket.done():
-                self._grant(demand)
-        if shard.pins == 0:
-            self._cached.add(shard)
+    def _arrive(self, shard: Shard, waiting: list[_Demand]) -> None:
+        """A transfer has ended well: who waited for it comes first, by the rules of every demand."""
+        self._demands.extendleft(reversed(waiting))
+        self._rest(shard)
 
     def _release_all(self, shards: Sequence[Shard], outcome: Outcome, fence: Fence | None, next_use: int) -> None:
         for shard in shards:
@@ -572,101 +613,125 @@ class SwapManager:
         shard.next_use = next_use
         if shard.pins == 0:
             self._pinned.discard(shard)
-        if self._broken is not None and outcome is not Outcome.UNCHANGED:
-            return  # nothing is written any more; the slot is given back at close
+        arriving = False
         if fence is not None and not fence.done():
-            modified = outcome is Outcome.MODIFIED
-            if shard.state is ShardState.HOST_CLEAN:
-                shard.move_to(ShardState.DOWNLOADING if modified else ShardState.UPLOADING)
-                self._fences.append((shard, fence, modified))
-            else:
-                fence.wait()  # a copy of bytes that are also being written: rare, and short
-                self._rest(shard, modified)
-        else:
-            self._rest(shard, outcome is Outcome.MODIFIED)
+            arriving = outcome is Outcome.MODIFIED
+            copies = self._downloads if arriving else self._uploads
+            copies.setdefault(shard, []).append(fence)
+        if not arriving and (outcome is Outcome.MODIFIED or shard in self._unread):
+            self._soil(shard)
+        self._unread.discard(shard)
+        self._rest(shard)
 
-    def _rest(self, shard: Shard, modified: bool) -> None:
-        if modified and shard.state is ShardState.HOST_CLEAN:
+    def _soil(self, shard: Shard) -> None:
+        """The bytes differ from those on NVMe now."""
+        if shard.state is ShardState.UPLOADING:  # its holder changed them beside a reader: rare, and its own risk
+            for fence in self._uploads.pop(shard):
+                fence.wait()
+            shard.move_to(ShardState.HOST_CLEAN)
+        if shard.state is ShardState.HOST_CLEAN:
             shard.move_to(ShardState.HOST_DIRTY)
-        if shard.pins:
-            return
-        if shard.state is ShardState.HOST_DIRTY:
+        elif shard.state is ShardState.WRITING:
+            raise AssertionError(f"{shard!r} was modified while it was written (invariant 3)")
+
+    def _rest(self, shard: Shard) -> None:
+        """What a shard in memory does next: serve its copies, be written, or be kept as cache."""
+        if shard.state is ShardState.HOST_CLEAN:
+            if shard in self._downloads:
+                shard.move_to(ShardState.DOWNLOADING)
+            elif shard in self._uploads:
+                shard.move_to(ShardState.UPLOADING)
+            elif shard.pins == 0:
+                self._cached.add(shard)
+        elif (
+            shard.state is ShardState.HOST_DIRTY
+            and shard.pins == 0
+            and shard not in self._downloads
+            and self._broken is None  # else nothing is written any more; the slot is given back at close
+        ):
             self._start_write(shard)
-        elif shard.state is ShardState.HOST_CLEAN:
-            self._cached.add(shard)
 
     def _poll_fences(self) -> None:
-        running = []
-        for shard, fence, modified in self._fences:
-            if not fence.done():
-                running.append((shard, fence, modified))
-            elif modified:
-                shard.move_to(ShardState.HOST_DIRTY)
-                self._rest(shard, modified)
-            else:
-                shard.move_to(ShardState.HOST_CLEAN)
-                self._rest(shard, modified)
-        self._fences = running
+        for copies in (self._uploads, self._downloads):
+            for shard, fences in tuple(copies.items()):
+                running = [fence for fence in fences if not fence.done()]
+                if running:
+                    copies[shard] = running
+                    continue
+                del copies[shard]
+                if shard.state is ShardState.UPLOADING:
+                    shard.move_to(ShardState.HOST_CLEAN)
+                elif shard.state is ShardState.DOWNLOADING and copies is self._downloads:
+                    shard.move_to(ShardState.HOST_DIRTY)
+                self._rest(shard)
 
     def _discard_all(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             self._discard(shard)
 
     def _discard(self, shard: Shard) -> None:
-        if shard.pins or shard.state not in (ShardState.HOST_CLEAN, ShardState.HOST_DIRTY):
+        shard.blank = True
+        resting = shard.state in (ShardState.HOST_CLEAN, ShardState.HOST_DIRTY)
+        if not resting or shard.pins or shard in self._uploads or shard in self._downloads:
             return  # in flight: it comes to rest as clean cache and is evicted when its slot is needed
         self._cached.discard(shard)
         self._prefetched.discard(shard)
+        self._unread.discard(shard)
         shard.move_to(ShardState.STORED)
         self._give_back(shard)
 
     def _break(self, error: BaseException) -> None:
         """Memory and disk may disagree from here on: every later call gets this error."""
         self._broken = self._broken or error
-        for demand in self._demands:
-            demand.ticket._fail(error)
-        self._demands.clear()
-        self._prefetches.clear()
+        self._refuse_waiting()
         if not isinstance(error, StorageError):  # a bug in the mover: nobody will serve these
-            for transfer in self._transfers.values():
-                for demand in transfer.waiting:
-                    demand.ticket._fail(error)
-            for event in self._quiet:
-                event.set()
+            self._refuse_transfers()
 
-    def _begin_close(self) -> None:
-        with self._gate:
-            self._closing = True
-        closed = ClosedError("the engine was closed while this was waiting")
-        for demand in self._demands:
-            demand.ticket._fail(closed)
-        self._demands.clear()
+    def _refuse_waiting(self) -> None:
+        """Ends the tickets that wait for memory, and forgets the hints."""
+        demands, self._demands = self._demands, deque()
         self._prefetches.clear()
+        for demand in demands:
+            self._fail(demand.ticket, self._reason())
 
-    def _release_everything(self) -> None:
-        closed = ClosedError("the engine was closed while this was waiting")
-        for transfer in self._transfers.values():
+    def _refuse_transfers(self) -> None:
+        for transfer in tuple(self._transfers.values()):
             for demand in transfer.waiting:
-                demand.ticket._fail(closed)
-        self._broken = self._broken or closed
-        while self._commands:  # posted while the mover was ending: their tickets must not wait for ever
-            self._commands.popleft()()
+                self._fail(demand.ticket, self._reason())
         for event in self._quiet:
             event.set()
+        self._quiet.clear()
+
+    def _reason(self) -> BaseException:
+        return self._broken or ClosedError("the engine was closed while this was waiting")
+
+    def _release_everything(self) -> None:
+        """The mover's last act: nobody waits for ever, and no slot goes back under a copy."""
+        self._broken = self._reason()
+        while self._commands:  # posted while the mover was ending
+            with suppress(Exception):  # nobody is left to hear of it
+                self._commands.popleft()()
+        self._refuse_waiting()
+        self._refuse_transfers()
+        for fences in (*self._uploads.values(), *self._downloads.values()):
+            for fence in fences:
+                with suppress(Exception):  # a device that failed does not use the bytes any more
+                    fence.wait()
         for shard in tuple(self._leased):
             self._give_back(shard)
-        self._cached.clear()
-        self._pinned.clear()
-        self._transfers.clear()
+        for holders in (self._cached, self._pinned, self._transfers, self._uploads, self._downloads):
+            holders.clear()
 
     def check(self) -> None:
         """Re-checks the invariants of `tiered.shard`; only when nothing is in flight. For tests."""
-        held = (ShardState.HOST_CLEAN, ShardState.HOST_DIRTY, ShardState.WRITING, ShardState.UPLOADING)
+        held = (ShardState.HOST_CLEAN, ShardState.HOST_DIRTY)
         for shard in [*self._cached, *self._pinned]:
             if shard.state not in held or shard.lease is None:
                 raise AssertionError(f"{shard!r} is held without a lease (invariant 2)")
         if self._cached & self._pinned:
             raise AssertionError("a pinned shard is evictable (invariant 5)")
+        if self._leased != self._cached | self._pinned:
+            raise AssertionError(f"{self._leased - self._cached - self._pinned} hold slots for nobody (invariant 2)")
 
 
 def _fill_blank(shard: Shard, access: Access) -> None:

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.errors import UsageError
-from tiered.tensor import is_tiered
+from tiered.tensor import TieredTensor, is_tiered, materialize
 from tiered.zero.nursery import Nursery
+from tiered.zero.unshard import make_plain
 
 
 def build(factory: Callable[[], nn.Module], nursery: Nursery, device: torch.device) -> nn.Module:
@@ -28,25 +29,44 @@ def build(factory: Callable[[], nn.Module], nursery: Nursery, device: torch.devi
     return model
 
 
-def convert(model: nn.Module, nursery: Nursery, device: torch.device) -> None:
+class Conversion:
     """Moves the parameters of a finished module to the nursery, one by one.
 
-    The old Parameter objects are retired: an optimizer that was made from them raises at its first step.
+    Until `commit` the module can have its own Parameter objects back, with their values. After it they are retired:
+    an optimizer that was made from them raises at its first step.
     """
-    adopted: dict[int, nn.Parameter] = {}
-    retired: list[nn.Parameter] = []
-    for prefix, module in model.named_modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None or is_tiered(parameter) or _stays_plain(parameter):
-                continue
-            if id(parameter) not in adopted:
-                name = f"{prefix}.{key}" if prefix else key
-                adopted[id(parameter)] = _adopt(name, parameter, nursery, device)
-                retired.append(parameter)
-            module._parameters[key] = adopted[id(parameter)]
-    for parameter in retired:
-        parameter.data = parameter.data.new_empty(0)
-        parameter.__class__ = RetiredParameter
+
+    def __init__(self, model: nn.Module, nursery: Nursery, device: torch.device) -> None:
+        self._model = model
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        adopted: dict[nn.Parameter, nn.Parameter] = {}
+        for prefix, module in model.named_modules():
+            for key, parameter in list(module._parameters.items()):
+                if parameter is None or is_tiered(parameter):
+                    continue
+                if parameter not in adopted and stays_plain(parameter):  # what was adopted has no elements any more
+                    continue
+                self._places.append((module, key, parameter))
+                if parameter not in adopted:
+                    name = f"{prefix}.{key}" if prefix else key
+                    adopted[parameter] = _adopt(name, parameter, nursery, device)
+                    parameter.data = parameter.data.new_empty(0)
+                module._parameters[key] = adopted[parameter]
+
+    def commit(self) -> None:
+        """The module stays converted."""
+        for _, _, parameter in self._places:
+            parameter.__class__ = RetiredParameter
+
+    def undo(self) -> None:
+        """Gives the module back as it was. A collective where something was sharded already."""
+        make_plain(self._model)
+        for module, key, parameter in self._places:
+            current = module._parameters[key]
+            if current is not None and current is not parameter:
+                values = materialize(current) if isinstance(current, TieredTensor) else current
+                parameter.data = values.detach().to(parameter.device)
+                module._parameters[key] = parameter
 
 
 class RetiredParameter(nn.Parameter):
@@ -65,8 +85,8 @@ class RetiredParameter(nn.Parameter):
             self.grad  # noqa: B018  (raises)
 
 
-def _stays_plain(parameter: nn.Parameter) -> bool:
-    """FSDP2 cannot shard scalars or tensors without elements; they stay ordinary and replicated."""
+def stays_plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter stays ordinary and replicated: FSDP2 cannot shard scalars or tensors without elements."""
     return parameter.ndim == 0 or parameter.numel() == 0 or isinstance(parameter, nn.parameter.UninitializedParameter)
 
 
@@ -78,7 +98,7 @@ def _adopt(name: str, parameter: nn.Parameter, nursery: Nursery, device: torch.d
 @contextmanager
 def _adopting(nursery: Nursery, device: torch.device) -> Iterator[None]:
     def on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or is_tiered(parameter) or _stays_plain(parameter):
+        if parameter is None or is_tiered(parameter) or stays_plain(parameter):
             return None
         return _adopt(f"{type(module).__name__}.{name}", parameter, nursery, device)
 

@@ -121,7 +121,7 @@ class ParameterCell(SimpleCell):
             return TieredTensor(self, shape) if source.shape != self.shape == shape else None
         if not self._nursery.is_sharding:
             return None
-        return self._nursery.adopt(self.name, torch.zeros(shape, dtype=self.dtype), self.device)
+        return self._nursery.adopt(self.name, torch.zeros(shape, dtype=self.dtype, device="cpu"), self.device)
 
     # ---- Cell ----
 
@@ -130,7 +130,7 @@ class ParameterCell(SimpleCell):
             return self._values[start:stop].clone()
         segment = self.place
         if self.unit is None:  # spilled: stored as it is
-            out = torch.empty(stop - start, dtype=self.dtype)
+            out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
             segment.copy_out(ShardKind.PARAM, self.offset + start, out)
             return out
         return segment.read_logical(self.offset + start, self.offset + stop)
@@ -165,7 +165,7 @@ class GatherCell(SimpleCell):
         self._offset = parameter.offset
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype)
+        out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         self.copy_to(start, out)
         return out
 
@@ -188,7 +188,7 @@ class StateCell(SimpleCell):
         self._kind = kind
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        out = torch.empty(stop - start, dtype=torch.float32)
+        out = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         at = self._parameter.offset + start
         self._parameter.place.copy_out(self._kind, at, out)
         return out

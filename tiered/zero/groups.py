@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.torch_version import TorchVersion
 
 from tiered.optim.grad_buffer import GradBuffer
 from tiered.plan.prefetch_queue import Mode, PrefetchQueue
 from tiered.zero.units import cell_of
+
 
 def open_mesh(device: torch.device) -> DeviceMesh:
     """A 1-D mesh over all ranks; makes the process group where the user made none.
@@ -30,6 +33,13 @@ def open_mesh(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device, with its index, because torch and FSDP2 compare devices and "cuda" is not "cuda:0"."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
 def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -42,6 +52,7 @@ def _make_group(device: torch.device) -> None:
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
     else:
+        torch.empty(0, device=device)  # the mesh keeps the current device once there is one, instead of choosing
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
@@ -85,6 +96,16 @@ def _average(parameter: torch.Tensor) -> None:
     if parameter.grad is not None and dist.get_world_size() > 1 and parameter.numel():
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         parameter.grad /= dist.get_world_size()
+
+
+def reduce_unused(model: nn.Module) -> None:
+    """At several ranks, a parameter that one rank's batch did not use counts as a gradient of zeros there.
+
+    Otherwise the ranks would reduce different sets of gradients: wrong sums or a crash (mixture of experts). A
+    parameter that no rank used then has a gradient of zeros too, and so it decays. Needs torch 2.13.
+    """
+    if dist.get_world_size() > 1 and TorchVersion(torch.__version__) >= "2.13":
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
 
 
 def watch_passes(model: nn.Module, queue: PrefetchQueue) -> None:

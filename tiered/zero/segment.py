@@ -121,8 +121,8 @@ class Segment:
     def free(self, kind: ShardKind) -> None:
         """Gives the bytes of `kind` back; nothing of it may be in use."""
         shards = self._shards.pop(kind, ())
-        self.tools.manager.discard(shards)
         self.tools.manager.drain()
+        self.tools.manager.discard(shards)
         self.tools.homes.free(shards)
 
     def windows(self, kind: ShardKind, start: int, stop: int) -> Iterator[Window]:
@@ -161,9 +161,12 @@ class Segment:
         """Fills 1-D `target`, on any device, with elements from `start` on."""
         dtype, tools = self.dtype_of(kind), self.tools
         for shard, low, high, at in self.each_window(kind, start, start + target.numel(), Access.READ):
-            source = shard.view(dtype)[at : at + high - low]
-            fence = tools.copier.copy(target[low - start : high - start], source)
-            tools.manager.release((shard,), Outcome.UNCHANGED, fence=fence, next_use=next_use)
+            fence = None
+            try:
+                staged = shard.view(dtype)[at : at + high - low]
+                fence = tools.copier.copy_out(target[low - start : high - start], staged)
+            finally:
+                tools.manager.release((shard,), Outcome.UNCHANGED, fence=fence, next_use=next_use)
 
     def copy_in(self, kind: ShardKind, start: int, values: torch.Tensor) -> None:
         """Sets elements from `start` on to 1-D `values`, from any device."""
@@ -172,15 +175,18 @@ class Segment:
         whole = start == 0 and stop >= self.numel
         access = Access.OVERWRITE if whole else Access.UPDATE
         for shard, low, high, at in self.each_window(kind, start, stop, access):
-            target = shard.view(dtype)[at : at + high - low]
-            fence = tools.copier.copy(target, values[low - start : high - start])
-            tools.manager.release((shard,), Outcome.MODIFIED, fence=fence)
+            fence = None
+            try:
+                staged = shard.view(dtype)[at : at + high - low]
+                fence = tools.copier.copy_in(staged, values[low - start : high - start])
+            finally:
+                tools.manager.release((shard,), Outcome.MODIFIED, fence=fence)
 
     # ---- the weight as users see it ----
 
     def read_logical(self, start: int, stop: int) -> torch.Tensor:
         """Weights [start, stop) in the logical dtype, as a new host tensor."""
-        weights = torch.empty(stop - start, dtype=self.compute_dtype)
+        weights = torch.empty(stop - start, dtype=self.compute_dtype, device="cpu")
         self.copy_out(ShardKind.PARAM, start, weights)
         if self.master is MasterForm.SPLIT and self.logical_dtype == torch.float32:
             return self._join(start, weights)
@@ -188,7 +194,7 @@ class Segment:
 
     def read_master(self, start: int, stop: int) -> torch.Tensor:
         """The fp32 masters of [start, stop), as a new host tensor."""
-        weights = torch.empty(stop - start, dtype=self.compute_dtype)
+        weights = torch.empty(stop - start, dtype=self.compute_dtype, device="cpu")
         self.copy_out(ShardKind.PARAM, start, weights)
         return self._join(start, weights) if self.master is MasterForm.SPLIT else weights.float()
 
@@ -204,8 +210,8 @@ class Segment:
         if self.master is MasterForm.NONE:
             self.copy_in(ShardKind.PARAM, start, values.to(self.compute_dtype))
             return
-        high = torch.empty(values.numel(), dtype=torch.bfloat16)
-        low = torch.empty(values.numel(), dtype=torch.int16)
+        high = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
+        low = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
         kernels.split_f32(values.contiguous(), high, low)
         self.copy_in(ShardKind.PARAM, start, high)
         if self.has(ShardKind.MASTER):
@@ -214,9 +220,9 @@ class Segment:
             raise UsageError("the low halves of fp32 weights have no place yet")
 
     def _join(self, start: int, high: torch.Tensor) -> torch.Tensor:
-        low = torch.zeros(high.numel(), dtype=torch.int16)
+        low = torch.zeros(high.numel(), dtype=torch.int16, device="cpu")
         if self.has(ShardKind.MASTER):
             self.copy_out(ShardKind.MASTER, start, low)
-        out = torch.empty(high.numel(), dtype=torch.float32)
+        out = torch.empty(high.numel(), dtype=torch.float32, device="cpu")
         kernels.join_f32(high, low, out)
         return out

@@ -103,8 +103,13 @@ class LayoutRule:
         return self._compute_dtype
 
     def master(self, dtype: torch.dtype, *, trained: bool) -> MasterForm:
-        """Form of the master of a parameter of `dtype`."""
+        """Form of the master of a parameter of `dtype`. Raises UsageError for a type that cannot be trained."""
         compute = self.compute_dtype(dtype)
+        if trained and dtype not in (torch.float32, torch.bfloat16):
+            raise UsageError(
+                f"parameters of {dtype} cannot be trained: build the model in float32 or bfloat16 "
+                "(compute_dtype chooses what it computes in), or freeze them with requires_grad_(False)"
+            )
         if dtype == torch.float32 and compute == torch.bfloat16:
             return MasterForm.SPLIT
         if dtype == torch.bfloat16 and compute == torch.bfloat16 and trained and self._split_masters:
@@ -132,6 +137,11 @@ def lay_out(unit: Unit, module: nn.Module, rule: LayoutRule) -> list[Seat]:
         if cell is None or cell.unit is not None:
             continue
         trained = parameter.requires_grad
+        if trained and any(key != (cell.dtype, True) and key[1] for key in segments):
+            raise UsageError(
+                f"{name} of {unit.name or 'the root'} is trained in {cell.dtype}, others beside it are not: FSDP2 "
+                "reduces the gradients of a block together, so cast the block to one dtype or freeze the odd ones"
+            )
         segment = segments.get((cell.dtype, trained))
         if segment is None:
             segment = segments[cell.dtype, trained] = Segment(
