@@ -387,7 +387,8 @@ class _Assembly:
             names = {result.engine for result in results}
             name = names.pop() if len(names) == 1 else "aiofiles"
             io = (name, "; ".join(result.reason for result in results))
-            log.info("io engine: %s", io[1])
+            buffered = not all(result.direct for result in results)
+            log.log(logging.WARNING if buffered else logging.INFO, "I/O engine: %s", io[1])
             store = NvmeStore(
                 config.nvme,
                 rank=groups.rank(),

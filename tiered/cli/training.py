@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from statistics import fmean
@@ -79,6 +80,8 @@ def run(settings: Settings, learner: Learner, *, baseline_rss_bytes: int) -> Sum
     learner.reset_report()
     kernel_before = meters.kernel_io()
     started = first_done = time.perf_counter()
+    if rank == 0 and (report := learner.report()) is not None:
+        print(f"tiered: {report.io_reason}", file=sys.stderr)
     title = settings.preset.value if learner.report() else f"{settings.preset.value} in memory"
     with TrainingProgress(title, steps=job.steps, tokens_per_step=tokens_per_step, shown=rank == 0) as progress:
         for step in range(job.steps):
