@@ -36,13 +36,18 @@ class Result:
     repeats: int
 
 
+class NothingHereError(Exception):
+    """What a script measures is not on this machine; that is no failure."""
+
+
 @dataclass
 class Bench:
-    """One run of one script."""
+    """One run of one script; `arguments` are all that were given, the script's own too."""
 
     name: str
     smoke: bool
     pattern: str
+    arguments: argparse.Namespace
     results: list[Result] = field(default_factory=list)
 
     def wants(self, *cases: str) -> bool:
@@ -76,20 +81,31 @@ def alternate(contestants: Mapping[str, Callable[[], object]], *, repeats: int) 
     return {name: median(taken[1:]) for name, taken in seconds.items()}
 
 
-def run(name: str, description: str, body: Callable[[Bench], None]) -> int:
+def run(
+    name: str,
+    description: str,
+    body: Callable[[Bench], None],
+    *,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> int:
     """Parses the command line, measures, and returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines to FILE too")
     parser.add_argument("--case", default="*", metavar="PATTERN", help="only these cases, such as '*/traffic'")
+    if add_arguments is not None:
+        add_arguments(parser)
     arguments = parser.parse_args()
-    bench = Bench(name, arguments.smoke, arguments.case)
+    bench = Bench(name, arguments.smoke, arguments.case, arguments)
     note(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
     try:
         body(bench)
         if arguments.json is not None:
             lines = [json.dumps(asdict(result)) + "\n" for result in bench.results]
             arguments.json.write_text("".join(lines))
+    except NothingHereError as error:
+        note(f"bench/{name}.py: {error}")
+        return 0
     except (TieredError, OSError) as error:
         note(f"bench/{name}.py: {error}")
         return 1

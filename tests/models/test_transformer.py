@@ -11,8 +11,14 @@ SMALL = Shape(layers=2, width=24, heads=3, vocabulary=37)
 
 
 def build(**options: bool) -> Transformer:
+    """A model as if trained: at first the head and the ends of the blocks are zero, and hide everything."""
     torch.manual_seed(0)
-    return Transformer(SMALL, **options)
+    model = Transformer(SMALL, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
+    return model
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -35,10 +41,25 @@ def test_impossible_shapes_are_refused(sizes: tuple[int, int, int]) -> None:
 
 
 def test_logits_and_first_loss() -> None:
-    model = build()
     tokens = torch.randint(37, (2, 11))
-    assert model(tokens).shape == (2, 11, 37)
-    assert model(tokens, tokens).item() == pytest.approx(torch.tensor(37.0).log().item(), abs=0.1)
+    assert build()(tokens).shape == (2, 11, 37)
+    assert Transformer(SMALL)(tokens, tokens).item() == pytest.approx(torch.tensor(37.0).log().item(), abs=1e-5)
+
+
+def test_a_deep_model_learns_from_its_first_steps() -> None:
+    """Adam's first steps move every weight alike; with blocks that are not the identity a deep model leaps up."""
+    torch.manual_seed(0)
+    model = Transformer(Shape(layers=24, width=64, heads=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    tokens = torch.randint(97, 123, (2, 32))
+    losses = []
+    for _ in range(4):
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_same_seed_same_weights() -> None:

@@ -1,6 +1,6 @@
 """The language model of `tiered train`: a decoder-only transformer over bytes, in plain torch.
 
-RMSNorm, rotary attention, SwiGLU, GPT-2's initialisation. It knows nothing of shards or tiers: it is the kind
+RMSNorm, rotary attention, SwiGLU. It knows nothing of shards or tiers: it is the kind
 of module that a user brings along.
 """
 
@@ -146,11 +146,16 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: what adds to the residual stream starts smaller the deeper the model."""
+        """Normal with GPT-2's deviation; zero for what adds to the residual stream, and for the head.
+
+        So every block starts as the identity and the first loss is ln(vocabulary). A deep model whose blocks start
+        otherwise leaps up in Adam's first, sign-like steps, which a run of a few steps never makes good.
+        """
         for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.shape.layers) if residual else 0.02)
+            if name.endswith(("attention.out.weight", "feed_forward.down.weight", "head.weight")):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)

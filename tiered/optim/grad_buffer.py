@@ -233,7 +233,7 @@ class GradientCell(SimpleCell):
 def norm_of(values: torch.Tensor) -> float:
     """2-norm of a 1-D tensor: fp32 norms of fixed blocks, summed exactly. Independent of where the bytes were."""
     norms = []
-    for piece in values.split(NORM_BLOCKS_MAX * NORM_NUMEL):
+    for piece in torch.split(values, NORM_BLOCKS_MAX * NORM_NUMEL):
         even = piece.numel() // NORM_NUMEL * NORM_NUMEL
         norms.append(torch.linalg.vector_norm(piece[:even].view(-1, NORM_NUMEL).float(), dim=1))
         norms.append(torch.linalg.vector_norm(piece[even:].float()).view(1))

@@ -156,7 +156,7 @@ class SwapManager:
         self._next_tag = 0
         self._position = 0
         self._leased: set[Shard] = set()
-        self._cached: set[Shard] = set()
+        self._cached: dict[Shard, None] = {}  # in the order in which they came to rest
         self._pinned: set[Shard] = set()
         self._prefetched: set[Shard] = set()
         self._unread: set[Shard] = set()  # given to a writer without reading: NVMe has other bytes
@@ -354,7 +354,7 @@ class SwapManager:
                 self._release_everything()
 
     def _is_idle(self) -> bool:
-        return not self._transfers and not self._uploads and not self._downloads
+        return not (self._commands or self._transfers or self._uploads or self._downloads)
 
     def _serve(self) -> None:
         """Starts whatever can start now, in order of urgency."""
@@ -432,7 +432,7 @@ class SwapManager:
         if shard.blank and ticket.access is not Access.READ:
             self._unread.add(shard)
         _fill_blank(shard, ticket.access)
-        self._cached.discard(shard)
+        self._cached.pop(shard, None)
         self._pinned.add(shard)
         shard.pins += 1
         ticket._granted.append(shard)
@@ -456,7 +456,7 @@ class SwapManager:
             raise AssertionError(f"{shard!r} is to move, but there is no arena")
         lease = self._pool.try_lease(purpose, shard.label)
         while lease is None and self._cached:
-            victim = max(self._cached, key=self._farness)
+            victim = max(reversed(self._cached), key=self._farness)  # use is cyclic: the youngest is needed last
             if purpose is Purpose.PREFETCH and self._farness(victim) <= next_use:
                 return None
             self._evict(victim)
@@ -464,7 +464,7 @@ class SwapManager:
         return lease
 
     def _evict(self, shard: Shard) -> None:
-        self._cached.discard(shard)
+        self._cached.pop(shard, None)
         self._count_use(shard, "unused")
         shard.move_to(ShardState.STORED)
         self._give_back(shard)
@@ -642,7 +642,7 @@ class SwapManager:
             elif shard in self._uploads:
                 shard.move_to(ShardState.UPLOADING)
             elif shard.pins == 0:
-                self._cached.add(shard)
+                self._cached[shard] = None
         elif (
             shard.state is ShardState.HOST_DIRTY
             and shard.pins == 0
@@ -674,7 +674,7 @@ class SwapManager:
         resting = shard.state in (ShardState.HOST_CLEAN, ShardState.HOST_DIRTY)
         if not resting or shard.pins or shard in self._uploads or shard in self._downloads:
             return  # in flight: it comes to rest as clean cache and is evicted when its slot is needed
-        self._cached.discard(shard)
+        self._cached.pop(shard, None)
         self._prefetched.discard(shard)
         self._unread.discard(shard)
         shard.move_to(ShardState.STORED)
@@ -728,10 +728,11 @@ class SwapManager:
         for shard in [*self._cached, *self._pinned]:
             if shard.state not in held or shard.lease is None:
                 raise AssertionError(f"{shard!r} is held without a lease (invariant 2)")
-        if self._cached & self._pinned:
+        if self._cached.keys() & self._pinned:
             raise AssertionError("a pinned shard is evictable (invariant 5)")
-        if self._leased != self._cached | self._pinned:
-            raise AssertionError(f"{self._leased - self._cached - self._pinned} hold slots for nobody (invariant 2)")
+        held_by_someone = self._cached.keys() | self._pinned
+        if self._leased != held_by_someone:
+            raise AssertionError(f"{self._leased - held_by_someone} hold slots for nobody (invariant 2)")
 
 
 def _fill_blank(shard: Shard, access: Access) -> None:
