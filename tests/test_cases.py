@@ -48,7 +48,6 @@ from tiered.plan.placement import Arena
 from tiered.testing import SimulatedCopier, SimulatedIoEngine
 from tiered.tiers.copier import Fence
 from tiered.tiers.io.probe import open_engine
-from tiered.zero.gather import gather_input
 from tiered.zero.units import local_tensor
 
 TIERS = ("device", "host", "nvme")
@@ -785,7 +784,7 @@ def _case_36(folder: Path) -> tuple[Result, str]:
     said: list[str] = []
 
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        (view,), _ = gather_input(local_tensor(model.layers[1].weight))  # type: ignore[arg-type]
+        view = local_tensor(model.layers[1].weight).cell.gather_input()  # type: ignore[attr-defined]
         try:
             view[0] = 7.0
         except tiered.UsageError as error:

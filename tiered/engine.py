@@ -39,7 +39,7 @@ from tiered.tiers.memory import Need, check_capacity, tune_malloc, usable_host_b
 from tiered.tiers.nvme_store import NvmeStore, free_disk_bytes
 from tiered.tiers.swap_manager import SwapManager
 from tiered.zero import groups
-from tiered.zero.build import Conversion, build, stays_plain
+from tiered.zero.build import Conversion, build, check_module, stays_plain
 from tiered.zero.nursery import Nursery
 from tiered.zero.runtime import Runtime
 from tiered.zero.segment import MasterForm, Segment, Tools
@@ -169,6 +169,8 @@ class Engine:
             placement_bytes=dict(tiers),
             nvme_read_bytes=sum(events.read_bytes.values()),
             nvme_write_bytes=sum(events.write_bytes.values()),
+            to_device_bytes=events.copied_bytes["to_device"],
+            to_host_bytes=events.copied_bytes["to_host"],
             read_bytes_by_kind={kind.name.lower(): n for kind, n in events.read_bytes.items()},
             write_bytes_by_kind={kind.name.lower(): n for kind, n in events.write_bytes.items()},
             stall_seconds=dict(events.stall_seconds),
@@ -291,6 +293,7 @@ class _Assembly:
         if not isinstance(source, nn.Module):
             model = build(source, self._nursery, self._device)
             return self._join(model, self._make_plan(model))
+        check_module(source)
         blocks = self._make_plan(source)
         conversion = Conversion(source, self._nursery, self._device)
         try:
@@ -319,7 +322,7 @@ class _Assembly:
         self._runtime = Runtime(
             tools=tools,
             queue=PrefetchQueue(tools.manager, prefetch_units=config.prefetch_units, prefetch_bytes=prefetch_bytes),
-            gradients=GradBuffer(tools.manager, lambda segment: self._place(segment, ShardKind.GRAD)),
+            gradients=GradBuffer(tools.manager, lambda segment: self._place(segment, ShardKind.GRAD), self._events),
             events=self._events,
             place=self._place,
             slot_count=self._arena.slot_count,

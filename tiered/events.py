@@ -35,6 +35,7 @@ class EventLog:
     def _clear(self) -> None:
         self.read_bytes: Counter[ShardKind] = Counter()
         self.write_bytes: Counter[ShardKind] = Counter()
+        self.copied_bytes: Counter[str] = Counter()
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.prefetch: Counter[str] = Counter()
 
@@ -48,6 +49,10 @@ class EventLog:
 
     def count_write(self, kind: ShardKind, nbytes: int) -> None:
         self.write_bytes[kind] += nbytes
+
+    def count_copy(self, direction: str, nbytes: int) -> None:
+        """`direction` is "to_device" (weights that are gathered) or "to_host" (gradients)."""
+        self.copied_bytes[direction] += nbytes
 
     def count_prefetch(self, outcome: str) -> None:
         """`outcome` is "hit" (bytes were there), "late" (on their way) or "miss" (not asked for)."""

@@ -15,6 +15,7 @@ class Report:
         state_bytes: by kind (param, master, exp_avg, exp_avg_sq, grad), what this rank keeps.
         placement_bytes: by tier (device, host, nvme), where it rests.
         nvme_read_bytes, nvme_write_bytes: moved by the I/O engine.
+        to_device_bytes, to_host_bytes: weights copied out for a gather, gradients copied in.
         read_bytes_by_kind, write_bytes_by_kind: the same by kind.
         stall_seconds: by cause, how long the caller waited for bytes.
         prefetch_hits, prefetch_misses: demands that found their bytes there (or on their way), or did not.
@@ -29,6 +30,8 @@ class Report:
     placement_bytes: Mapping[str, int]
     nvme_read_bytes: int
     nvme_write_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
     read_bytes_by_kind: Mapping[str, int]
     write_bytes_by_kind: Mapping[str, int]
     stall_seconds: Mapping[str, float]

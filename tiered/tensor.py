@@ -1,7 +1,7 @@
 """`TieredTensor`: a tensor whose bytes live elsewhere.
 
 It has true shape, dtype and device and no storage. FSDP2 asks for its bytes through `copy_` (see
-`tiered.zero.gather`); every other operator loads what it names, runs, and writes back what it changed through
+`tiered.zero.cells`); every other operator loads what it names, runs, and writes back what it changed through
 the same `Cell`, so that no copy of a value can be stale. Knows no disk and no schedule: those are the cell's.
 """
 
@@ -49,6 +49,10 @@ class Cell(Protocol):
 
     def padded_shard(self, source: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         """The padded shard that FSDP2 asks for by `source.new_zeros(shape)`; None when that is not what it is."""
+        ...
+
+    def gather_input(self) -> torch.Tensor:
+        """What FSDP2 gathers: the padded shard in the compute dtype. Raises UsageError where there is no such thing."""
         ...
 
     def intercept(self, operator: Any, args: tuple[Any, ...]) -> Any:
@@ -124,9 +128,7 @@ class TieredTensor(torch.Tensor):
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """FSDP2 is about to gather: the padded shard in the compute dtype; its bytes move when FSDP2 copies it."""
-        from tiered.zero.gather import gather_input
-
-        return gather_input(self)
+        return (self._cell.gather_input(),), None
 
     def fsdp_post_all_gather(
         self,

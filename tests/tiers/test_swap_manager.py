@@ -592,7 +592,7 @@ def test_a_bug_in_the_mover_ends_every_wait_and_close_still_works(tmp_path: Path
         filled(r)
         gate = r.gate()
         r.manager.acquire((r.shards[5],), Access.UPDATE).wait()
-        r.manager.release((r.shards[5],), Outcome.MODIFIED, fence=gate)  # the first demand waits for it, the rest behind
+        r.manager.release((r.shards[5],), Outcome.MODIFIED, fence=gate)  # the first demand waits, the rest behind
         tickets = [r.manager.acquire((shard,), Access.READ) for shard in (r.shards[5], *r.shards[:5])]
         r.manager._post(bug)
         for ticket in tickets:

@@ -17,6 +17,8 @@ class Rates(NamedTuple):
 
     nvme_read_bytes: int
     nvme_write_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
 
 
 class TrainingProgress:
@@ -28,7 +30,7 @@ class TrainingProgress:
         self._tokens_per_step = tokens_per_step
         self._title = title
         self._last_time = time.perf_counter()
-        self._last_rates = Rates(0, 0)
+        self._last_rates = Rates(0, 0, 0, 0)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -56,9 +58,8 @@ class TrainingProgress:
         seconds = now - self._last_time
         status = f"loss {loss:.3f}  {self._tokens_per_step / seconds:,.0f} tokens/s"
         if rates is not None:
-            read = (rates.nvme_read_bytes - self._last_rates.nvme_read_bytes) / seconds / 1e9
-            written = (rates.nvme_write_bytes - self._last_rates.nvme_write_bytes) / seconds / 1e9
-            status += f"  NVMe {read:.2f} GB/s read, {written:.2f} GB/s written"
+            moved = [(now - before) / seconds / 1e9 for now, before in zip(rates, self._last_rates, strict=True)]
+            status += "  GB/s: NVMe {:.2f} read, {:.2f} written, device {:.2f} in, {:.2f} out".format(*moved)
             self._last_rates = rates
         self._last_time = now
         self._bar.update(self._task, completed=step, status=status)

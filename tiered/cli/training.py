@@ -19,6 +19,7 @@ from tiered.cli.progress import Rates, TrainingProgress
 from tiered.cli.summary import IN_MEMORY, Moved, State, Summary
 from tiered.models.text import TextBatches, standard_library_text
 from tiered.models.transformer import Transformer
+from tiered.report import Report
 from tiered.tiers.memory import process_memory
 
 WARM_UP_STEPS = 10
@@ -94,7 +95,7 @@ def run(settings: Settings, learner: Learner, *, baseline_rss_bytes: int) -> Sum
             if step == 0:
                 first_done = time.perf_counter()
             report = learner.report()
-            rates = None if report is None else Rates(report.nvme_read_bytes, report.nvme_write_bytes)
+            rates = None if report is None else _rates(report)
             progress.step_done(step + 1, losses[-1], rates)
     learner.finish()
     step_seconds = _per_step(job.steps, started, first_done, time.perf_counter())
@@ -136,6 +137,10 @@ def activation_bytes(settings: Settings) -> int:
         return model, model(tokens, tokens)
 
     return meters.saved_for_backward_bytes(loss)
+
+
+def _rates(report: Report) -> Rates:
+    return Rates(report.nvme_read_bytes, report.nvme_write_bytes, report.to_device_bytes, report.to_host_bytes)
 
 
 def _per_step(steps: int, started: float, first_done: float, done: float) -> float:

@@ -99,8 +99,9 @@ class Adam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                args = self._next_args(group, parameter)
                 cell = cell_of(parameter)
+                self._check_states(parameter, cell)
+                args = self._next_args(group, parameter)
                 if cell is None:
                     self._update_plain(parameter, args)
                     continue
@@ -174,10 +175,17 @@ class Adam(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError("load_state_dict: the number of parameters in the groups differs from this optimizer's")
+        if any(group.get("amsgrad") for group in groups):
+            raise UsageError("load_state_dict: these states are amsgrad's, which tiered does not keep")
         for mine, loaded in zip(self.param_groups, groups, strict=True):
             mine.update({key: value for key, value in loaded.items() if key != "params"})
             for parameter, number in zip(mine["params"], loaded["params"], strict=True):
-                for name, value in state_dict["state"].get(number, {}).items():
+                given = state_dict["state"].get(number, {})
+                if parameter in self.state:
+                    _reset(self.state[parameter], given)
+                elif given:
+                    self.state[parameter] = self._new_state(parameter)
+                for name, value in given.items():
                     _load(self.state[parameter], name, value)
 
     # ---- bookkeeping ----
@@ -203,10 +211,20 @@ class Adam(torch.optim.Optimizer):
         for kind in kinds_of(segment):
             if not segment.has(kind):
                 runtime.place(segment, kind)
-        cells: dict[str, StateCell | MasterCell] = {name: StateCell(cell, kind) for name, kind in STATES.items()}
+        cells: dict[str, StateCell | MasterCell] = {}
+        cells.update({name: cell.new_state(kind) for name, kind in STATES.items()})
         if keeps_separate_master(cell):
             cells["master"] = MasterCell(cell)
         return {"step": step, **{name: _beside(parameter, state) for name, state in cells.items()}}
+
+    def _check_states(self, parameter: torch.Tensor, cell: ParameterCell | None) -> None:
+        """A parameter that was frozen until now gets its states; one that another optimizer took over is refused."""
+        if parameter not in self.state:
+            self.state[parameter] = self._new_state(parameter)
+        elif cell is not None:
+            local = local_tensor(self.state[parameter]["exp_avg"])
+            if isinstance(local, TieredTensor) and isinstance(local.cell, StateCell):
+                local.cell.check_owner()
 
     def _next_args(self, group: dict[str, Any], parameter: torch.Tensor) -> AdamArgs:
         state = self.state[parameter]
@@ -223,7 +241,7 @@ class Adam(torch.optim.Optimizer):
 
     def _gradient(self, parameter: torch.Tensor, cell: ParameterCell) -> GradientCell:
         gradients = _runtime(cell).gradients
-        gradients.take(parameter)  # a gradient that the user set
+        gradients.adopt(parameter)
         return gradients.cell_for(cell)
 
     def _update_plain(self, parameter: torch.Tensor, args: AdamArgs) -> None:
@@ -282,12 +300,21 @@ def _beside(parameter: torch.Tensor, cell: StateCell | MasterCell) -> torch.Tens
     )
 
 
+def _reset(state: dict[str, Any], given: dict[str, Any]) -> None:
+    """Zeroes what a checkpoint does not hold, as in a new optimizer. The master stays: it is the weight's value."""
+    for name in ("step", *STATES):
+        if name not in given:
+            local_tensor(state[name]).zero_()
+
+
 def _load(state: dict[str, Any], name: str, value: Any) -> None:
     mine = state.get(name)
     if name == "step":
         state["step"] = torch.tensor(float(value), dtype=torch.float32)
     elif not isinstance(mine, torch.Tensor):
         raise ValueError(f"load_state_dict: this optimizer keeps no state {name!r} (it keeps {', '.join(state)})")
+    elif value.shape != mine.shape:
+        raise ValueError(f"load_state_dict: a {name} of shape {tuple(value.shape)} is not one of {tuple(mine.shape)}")
     elif isinstance(mine, DTensor) and not isinstance(value, DTensor):
         whole = distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
         mine.to_local().copy_(whole.to_local())

@@ -6,6 +6,9 @@ that sums are fp32 sums; the first summand was exact either way.
 
 [Note: scale] Clipping multiplies all gradients by one number. It is remembered here and applied in fp32 by whoever
 reads next, which is the same multiplication without the pass over the bytes.
+
+[Note: one gradient at a time] A parameter has room for one gradient. A tensor that stood for an earlier one raises
+when it is used: it would show the bytes of the new one.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tiered.errors import UsageError
+from tiered.events import EventLog
 from tiered.shard import Shard, ShardKind
 from tiered.tensor import TieredTensor, is_tiered, materialize
 from tiered.tiers.copier import Fence
@@ -27,10 +32,10 @@ from tiered.zero.units import cell_of, local_tensor
 
 aten = torch.ops.aten
 
-NORM_NUMEL = 1 << 16
+NORM_NUMEL = 1 << 12
 """Elements per partial norm, counted from the start of the parameter: the norm does not depend on the arena."""
 
-NORM_BLOCKS_MAX = 64
+NORM_BLOCKS_MAX = 1 << 10
 """Partial norms that are computed together, which bounds the fp32 copy they need."""
 
 
@@ -40,10 +45,12 @@ class GradBuffer:
     Args:
         manager: moves their shards.
         place: reserves the gradient bytes of a segment before the first one arrives.
+        events: counts what comes from the device.
     """
 
-    def __init__(self, manager: SwapManager, place: Callable[[Segment], None]) -> None:
+    def __init__(self, manager: SwapManager, place: Callable[[Segment], None], events: EventLog) -> None:
         self._manager = manager
+        self.events = events
         self._place = place
         self._cells: dict[ParameterCell, GradientCell] = {}
         self._open: Shard | None = None
@@ -58,17 +65,46 @@ class GradBuffer:
         grad, cell = parameter.grad, cell_of(parameter)
         if grad is None or cell is None:
             return
-        local = local_tensor(grad)
-        if is_tiered(local):
+        if is_tiered(local_tensor(grad)):
+            self.adopt(parameter)
             return
-        gradient = self.cell_for(cell)
-        gradient.begin(local.detach().reshape(-1))
-        tiered = TieredTensor(gradient, local.shape)
-        if not isinstance(grad, DTensor):
+        self._renew(cell).begin(local_tensor(grad).detach().reshape(-1))  # exact: see [Note: narrow gradients]
+        self._show(parameter, cell)
+
+    def adopt(self, parameter: torch.Tensor) -> None:
+        """Moves a gradient that the user set, if it is not in its tier already."""
+        grad, cell = parameter.grad, cell_of(parameter)
+        if grad is None or cell is None:
+            return
+        if isinstance(parameter, DTensor) and not isinstance(grad, DTensor):  # whole: this rank keeps its slice
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local = local_tensor(grad).detach()
+        if isinstance(local, TieredTensor):
+            if cell in self._cells and _is_all_of(local, self._cells[cell]):
+                return
+            local = materialize(local)  # the gradient of another parameter, or another view of this one's
+        self._renew(cell).write(0, local.reshape(-1).cpu())
+        self._show(parameter, cell)
+
+    def _renew(self, cell: ParameterCell) -> GradientCell:
+        """A new gradient for `cell`; see [Note: one gradient at a time]."""
+        if cell in self._cells:
+            self._cells.pop(cell).retire()
+        return self.cell_for(cell)
+
+    def _show(self, parameter: torch.Tensor, cell: ParameterCell) -> None:
+        """Makes `parameter.grad` a tensor over the tier."""
+        tiered = TieredTensor(self._cells[cell], local_tensor(parameter).shape)
+        if not isinstance(parameter, DTensor):
             parameter.grad = tiered
             return
         parameter.grad = DTensor.from_local(
-            tiered, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+            tiered,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
 
     def cell_for(self, cell: ParameterCell) -> GradientCell:
@@ -119,6 +155,8 @@ class GradBuffer:
             owners = [cell for cell in self._cells if cell.segment is segment]
             if all(cell in gone for cell in owners) and segment.has(ShardKind.GRAD):
                 self._manager.discard(segment.shards(ShardKind.GRAD))
+        for cell in gone:
+            self._cells.pop(cell).retire()
 
 
 class GradientCell(SimpleCell):
@@ -130,10 +168,25 @@ class GradientCell(SimpleCell):
         self.numel = parameter.live_numel
         self.device = parameter.device
         self.scale = 1.0
-        self.segment: Segment = parameter.place
+        self._segment = parameter.place
+        self._retired = False
         self._offset = parameter.offset
         self._buffer = buffer
         self._norm: float | None = None
+
+    @property
+    def segment(self) -> Segment:
+        """Where the bytes are. Raises UsageError when they are another gradient's by now."""
+        if self._retired:
+            raise UsageError(
+                f"this is an old {self.name}: zero_grad or a later backward has given its bytes to the next one. "
+                "Clone a gradient to keep it: parameter.grad.clone()"
+            )
+        return self._segment
+
+    def retire(self) -> None:
+        """The parameter's next gradient takes the bytes; see [Note: one gradient at a time]."""
+        self._retired = True
 
     # ---- writing ----
 
@@ -167,6 +220,7 @@ class GradientCell(SimpleCell):
         """Sets the stored elements, in the stored dtype."""
         segment = self.segment
         dtype, tools = segment.dtype_of(ShardKind.GRAD), segment.tools
+        self._buffer.events.count_copy("to_host", self.numel * dtype.itemsize)
         for shard, low, high, at in segment.windows(ShardKind.GRAD, self._offset, self._offset + self.numel):
             self._buffer.open(shard)
             part = values[low - self._offset : high - self._offset]
@@ -198,6 +252,8 @@ class GradientCell(SimpleCell):
         return self._read_fp32(start, stop).to(self.dtype)
 
     def write(self, start: int, values: torch.Tensor) -> None:
+        if self.dtype == torch.float32 and not self.segment.wide_gradients:  # any fp32 values, not a computed gradient
+            self._buffer.widen(self.segment)
         if start == 0 and values.numel() == self.numel and not self.segment.wide_gradients:
             self.begin(values)
             return
@@ -208,10 +264,11 @@ class GradientCell(SimpleCell):
     def intercept(self, operator: Any, args: tuple[Any, ...]) -> Any:
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
         cells = [t.cell for t in tensors if isinstance(t, TieredTensor) and isinstance(t.cell, GradientCell)]
-        if len(cells) != len(tensors) or any(t.numel() != c.numel for t, c in zip(tensors, cells, strict=True)):
+        if len(cells) != len(tensors) or not all(map(_is_all_of, tensors, cells)):
             return NotImplemented
         if operator in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
-            if len(args) > 1 and args[1] != 2:
+            power, *dims_and_more = args[1:] or (2,)
+            if power != 2 or any(dims_and_more):  # along dimensions, or keeping them
                 return NotImplemented
             norms = [torch.tensor(cell.norm(), dtype=torch.float32, device=cell.device) for cell in cells]
             return norms if tensors is args[0] else norms[0]
@@ -228,6 +285,12 @@ class GradientCell(SimpleCell):
         for cell in cells:
             cell.multiply(factor)
         return args[0] if operator is aten.mul_.Tensor else None
+
+
+def _is_all_of(tensor: torch.Tensor, cell: GradientCell) -> bool:
+    """Whether `tensor` shows all of `cell`, element after element."""
+    whole = tensor.numel() == cell.numel and tensor.is_contiguous() and tensor.dtype == cell.dtype
+    return whole and isinstance(tensor, TieredTensor) and tensor.cell is cell
 
 
 def norm_of(values: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.errors import UsageError
@@ -26,6 +27,7 @@ def build(factory: Callable[[], nn.Module], nursery: Nursery, device: torch.devi
         model = factory()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the factory returned {type(model).__name__}, not a torch.nn.Module")
+    check_module(model)
     return model
 
 
@@ -90,6 +92,23 @@ def stays_plain(parameter: nn.Parameter) -> bool:
     return parameter.ndim == 0 or parameter.numel() == 0 or isinstance(parameter, nn.parameter.UninitializedParameter)
 
 
+def check_module(model: nn.Module) -> None:
+    """Raises UsageError when `model` has parameters that cannot be taken."""
+    for name, parameter in model.named_parameters():
+        check_parameter(name, parameter)
+
+
+def check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raises UsageError for a parameter that has no values yet, or whose values belong to another sharding."""
+    if parameter.is_meta:
+        raise UsageError(
+            f"{name} is on the meta device, so it has no values to train: build the model on the CPU, in a factory "
+            "given to tiered.shard, where it never exists whole either"
+        )
+    if isinstance(parameter, DTensor):
+        raise UsageError(f"{name} is sharded already (it is a DTensor): tiered.shard takes a plain module, once")
+
+
 def _adopt(name: str, parameter: nn.Parameter, nursery: Nursery, device: torch.device) -> nn.Parameter:
     tensor = nursery.adopt(name, parameter, device)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
@@ -100,6 +119,7 @@ def _adopting(nursery: Nursery, device: torch.device) -> Iterator[None]:
     def on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or is_tiered(parameter) or stays_plain(parameter):
             return None
+        check_parameter(f"{type(module).__name__}.{name}", parameter)
         return _adopt(f"{type(module).__name__}.{name}", parameter, nursery, device)
 
     handle = register_module_parameter_registration_hook(cast(Any, on_registration))

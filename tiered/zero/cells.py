@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiered.errors import ClosedError, UsageError
-from tiered.shard import NEVER_USED, ShardKind
+from tiered.shard import ShardKind
 from tiered.tensor import TieredTensor
 from tiered.zero.segment import MasterForm, Segment
 
@@ -42,6 +42,9 @@ class SimpleCell:
 
     def padded_shard(self, source: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         return None
+
+    def gather_input(self) -> torch.Tensor:
+        raise UsageError(f"{self.name} is not a parameter, so it cannot be gathered")
 
     def intercept(self, operator: Any, args: tuple[Any, ...]) -> Any:
         return NotImplemented
@@ -74,6 +77,7 @@ class ParameterCell(SimpleCell):
         self.unit: Unit | None = None
         self.segment: Segment | None = None
         self.offset = 0
+        self._states: dict[ShardKind, StateCell] = {}
         self._nursery = nursery
         self._values: torch.Tensor | None = None
         self._closed = False
@@ -105,6 +109,15 @@ class ParameterCell(SimpleCell):
         self._nursery.remove(self)
         self.unit, self.segment, self.offset, self.live_numel = unit, segment, offset, live_numel
 
+    def new_state(self, kind: ShardKind) -> StateCell:
+        """A state of zeros, in the place that the segment has for it. An older one of this kind has lost its place."""
+        older = self._states.pop(kind, None)
+        state = self._states[kind] = StateCell(self, kind)
+        if older is not None:
+            older.retire()
+            state.clear()
+        return state
+
     def retire(self) -> None:
         """The value is not needed any more: another cell took over."""
         self._nursery.remove(self)
@@ -124,6 +137,17 @@ class ParameterCell(SimpleCell):
         return self._nursery.adopt(self.name, torch.zeros(shape, dtype=self.dtype, device="cpu"), self.device)
 
     # ---- Cell ----
+
+    def gather_input(self) -> torch.Tensor:
+        """The padded shard, as a tensor whose bytes move when FSDP2 copies it.
+
+        So a shard goes from its slots straight into FSDP2's buffer, piece by piece, however large it is. The first
+        parameter of a unit tells the prefetch queue that the unit is gathered now.
+        """
+        if self.unit is None:
+            raise UsageError(f"{self.name} is not part of a sharded model yet")
+        self.unit.begin_gather_of(self)
+        return TieredTensor(GatherCell(self, self.unit), self.shape)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         if self._values is not None:
@@ -154,13 +178,14 @@ class ParameterCell(SimpleCell):
 class GatherCell(SimpleCell):
     """What FSDP2 gathers of a parameter: the padded shard in the compute dtype, streamed as it is copied."""
 
-    def __init__(self, parameter: ParameterCell) -> None:
+    def __init__(self, parameter: ParameterCell, unit: Unit) -> None:
         segment = parameter.place
+        self._events = unit.runtime.events
+        self.next_use = unit.next_use
         self.name = parameter.name
         self.dtype = segment.compute_dtype
         self.numel = parameter.numel
         self.device = parameter.device
-        self.next_use = NEVER_USED
         self._segment = segment
         self._offset = parameter.offset
 
@@ -173,6 +198,7 @@ class GatherCell(SimpleCell):
         raise UsageError(f"the gathered form of {self.name} is read-only: edit the parameter itself")
 
     def copy_to(self, start: int, target: torch.Tensor) -> None:
+        self._events.count_copy("to_device", target.nbytes)
         self._segment.copy_out(ShardKind.PARAM, self._offset + start, target, next_use=self.next_use)
 
 
@@ -186,14 +212,35 @@ class StateCell(SimpleCell):
         self.device = parameter.device
         self._parameter = parameter
         self._kind = kind
+        self._retired = False
+
+    def retire(self) -> None:
+        """Another optimizer's state takes the place."""
+        self._retired = True
+
+    def check_owner(self) -> None:
+        """Raises UsageError when another optimizer has taken the place over."""
+        if self._retired:
+            raise UsageError(
+                f"{self.name} belongs to another optimizer, which was made later over the same parameter: "
+                "one parameter has the states of one tiered optimizer"
+            )
+
+    def clear(self) -> None:
+        """Zeros."""
+        piece = 1 << 22
+        for start in range(0, self.numel, piece):
+            self.write(start, torch.zeros(min(piece, self.numel - start), device="cpu"))
 
     def read(self, start: int, stop: int) -> torch.Tensor:
+        self.check_owner()
         out = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         at = self._parameter.offset + start
         self._parameter.place.copy_out(self._kind, at, out)
         return out
 
     def write(self, start: int, values: torch.Tensor) -> None:
+        self.check_owner()
         at = self._parameter.offset + start
         self._parameter.place.copy_in(self._kind, at, values.float())
 

@@ -12,9 +12,11 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.torch_version import TorchVersion
 
+from tiered.errors import UsageError
 from tiered.optim.grad_buffer import GradBuffer
 from tiered.plan.prefetch_queue import Mode, PrefetchQueue
 from tiered.zero.units import cell_of
@@ -111,16 +113,64 @@ def reduce_unused(model: nn.Module) -> None:
 def watch_passes(model: nn.Module, queue: PrefetchQueue) -> None:
     """Tells the prefetch queue where a pass begins, and whether gradients will be wanted."""
 
+    depth = 0
+
     def begin(module: nn.Module, args: Any) -> None:
+        nonlocal depth
+        if depth == 0:
+            forget_aborted_pass(cast(FSDPModule, model))
+        depth += 1
         queue.begin_pass(Mode.TRAIN if torch.is_grad_enabled() else Mode.NO_GRAD)
 
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth = max(0, depth - 1)
+
     model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end, always_call=True)
+
+
+def forget_aborted_pass(model: FSDPModule) -> None:
+    """[Note: aborted passes] An exception in forward or backward leaves FSDP2's units half way: whole, and with
+    gradients that were not reduced, which the next backward would add to its own. Before the next pass begins they
+    are dropped. What was reduced is in `parameter.grad`, as it is without tiered, until `zero_grad`.
+    """
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint of the whole model recomputes: a backward is running
+        return
+    groups = [
+        group
+        for module in cast(nn.Module, model).modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    states = {group._training_state for group in groups}
+    if states <= {TrainingState.IDLE}:
+        return
+    if TorchVersion(torch.__version__) < "2.13":
+        if states <= {TrainingState.IDLE, TrainingState.FORWARD}:
+            return
+        raise UsageError(
+            "an exception ended the last backward half way, and FSDP2 of torch before 2.13 cannot "
+            "recover from that: its gradients would be wrong. Start again from a checkpoint, or use torch 2.13"
+        )
+    model.reset_iter_state()
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def accept_whole_state_dicts(model: nn.Module) -> None:
-    """Lets `load_state_dict` take ordinary whole tensors: each rank keeps its slice of them."""
+    """Lets `load_state_dict` take ordinary whole tensors: each rank keeps its slice of them.
 
-    def distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    With `assign=True` values are copied all the same: the parameters stay in their tiers and in their optimizer.
+    """
+
+    def distribute(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        local_metadata["assign_to_params_buffers"] = False
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
             if (
