@@ -26,7 +26,7 @@ from tiered.config import Config
 from tiered.errors import ClosedError, UsageError
 from tiered.events import EventLog
 from tiered.optim.grad_buffer import GradBuffer
-from tiered.plan.placement import Arena, Placement, UnitBytes, place, plan_arena
+from tiered.plan.placement import SETTING, Arena, Placement, UnitBytes, place, plan_arena
 from tiered.plan.prefetch_queue import PrefetchQueue
 from tiered.report import Report
 from tiered.shard import ShardKind, Tier
@@ -436,6 +436,11 @@ class _Assembly:
         tier = self._placement.tiers.get((segment.unit, kind))
         if tier is None:  # trained although it was frozen when the model was sharded
             tier = Tier.NVME if self._config.nvme else Tier.HOST
+        if tier is Tier.HOST and self._config.nvme and getattr(self._config, SETTING[kind]) == "auto":
+            # gradients that became fp32 take more than was planned, and so do padded small tensors
+            nbytes = segment.numel * segment.dtype_of(kind).itemsize
+            used = self._arena.nbytes + self._runtime.tools.homes.used_bytes[Tier.HOST]
+            tier = Tier.HOST if used + nbytes <= self._budgets.host_bytes else Tier.NVME
         segment.place(kind, tier)
 
     def _shard_unit(self, index: int, name: str, module: nn.Module) -> Unit:

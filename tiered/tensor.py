@@ -55,6 +55,10 @@ class Cell(Protocol):
         """What FSDP2 gathers: the padded shard in the compute dtype. Raises UsageError where there is no such thing."""
         ...
 
+    def exchange(self, values: torch.Tensor) -> TieredTensor:
+        """A tensor with a cell of its own, in place of this one's, for values of another shape or dtype."""
+        ...
+
     def intercept(self, operator: Any, args: tuple[Any, ...]) -> Any:
         """A chance to run an operator without moving bytes; NotImplemented to decline."""
         ...
@@ -102,6 +106,21 @@ class TieredTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TieredTensor({self._cell.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # `module.to(dtype)` and users do this
+        if value is self:
+            return
+        if (value.shape, value.dtype) == (self.shape, self.dtype):
+            store(self, materialize(value) if isinstance(value, TieredTensor) else value)
+            return
+        other = self._cell.exchange(value)
+        cast(Any, torch.Tensor).data.__set__(self, other)  # shape and dtype
+        self._cell = other.cell
 
     def numpy(self, *, force: bool = False) -> Any:
         return materialize(self).numpy(force=force)

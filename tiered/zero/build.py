@@ -28,6 +28,7 @@ def build(factory: Callable[[], nn.Module], nursery: Nursery, device: torch.devi
     if not isinstance(model, nn.Module):
         raise UsageError(f"the factory returned {type(model).__name__}, not a torch.nn.Module")
     check_module(model)
+    Conversion(model, nursery, device).commit()  # what came in without being registered, or got its values later
     return model
 
 
@@ -103,7 +104,7 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         raise UsageError(
             f"{name} is on the meta device, so it has no values to train: build the model on the CPU, in a factory "
-            "given to tiered.shard, where it never exists whole either"
+            "given to tiered.shard, where it does not exist whole either, or give it values first"
         )
     if isinstance(parameter, DTensor):
         raise UsageError(f"{name} is sharded already (it is a DTensor): tiered.shard takes a plain module, once")
@@ -119,7 +120,8 @@ def _adopting(nursery: Nursery, device: torch.device) -> Iterator[None]:
     def on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or is_tiered(parameter) or stays_plain(parameter):
             return None
-        check_parameter(f"{type(module).__name__}.{name}", parameter)
+        if parameter.is_meta:  # its values come later
+            return None
         return _adopt(f"{type(module).__name__}.{name}", parameter, nursery, device)
 
     handle = register_module_parameter_registration_hook(cast(Any, on_registration))

@@ -46,6 +46,9 @@ class SimpleCell:
     def gather_input(self) -> torch.Tensor:
         raise UsageError(f"{self.name} is not a parameter, so it cannot be gathered")
 
+    def exchange(self, values: torch.Tensor) -> TieredTensor:
+        raise UsageError(f"{self.name} keeps its shape and dtype: cast the model before tiered.shard")
+
     def intercept(self, operator: Any, args: tuple[Any, ...]) -> Any:
         return NotImplemented
 
@@ -137,6 +140,13 @@ class ParameterCell(SimpleCell):
         return self._nursery.adopt(self.name, torch.zeros(shape, dtype=self.dtype, device="cpu"), self.device)
 
     # ---- Cell ----
+
+    def exchange(self, values: torch.Tensor) -> TieredTensor:
+        if self.unit is not None:
+            return super().exchange(values)
+        other = self._nursery.adopt(self.name, values, self.device)
+        self.retire()
+        return other
 
     def gather_input(self) -> torch.Tensor:
         """The padded shard, as a tensor whose bytes move when FSDP2 copies it.
