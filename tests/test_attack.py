@@ -329,3 +329,39 @@ def test_weights_without_values_or_sharded_already_are_refused(pair: Pair, tmp_p
             tiered.shard(again)
     pair.train()
     pair.assert_same()
+
+
+def test_bf16_weights_unfrozen_after_sharding_have_fp32_masters(tmp_path: Path) -> None:
+    """Frozen when sharded, trained later: the small updates must not be lost in bf16."""
+    torch.manual_seed(0)
+    model = tiered.shard(lambda: nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(False))
+    before = model.weight.full_tensor().clone()
+    model.requires_grad_(True)
+    optimizer = tiered.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    for _ in range(3):
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    master = optimizer.state[model.weight]["master"].full_tensor()
+    torch.testing.assert_close(master.clone(), before.float() - 3e-6, atol=2e-7, rtol=0)
+    tiered.engine(model).close()
+
+
+def test_gradients_are_still_there_when_there_is_no_room_to_widen_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiered.shard(nn.Linear(8, 8, dtype=torch.bfloat16))
+    inputs = torch.ones(1, 8, dtype=torch.bfloat16)
+    model(inputs).sum().backward()
+    before = model.weight.grad.full_tensor().clone()
+
+    def no_room(*_: object) -> None:
+        raise tiered.CapacityError("full")
+
+    buffer = tiered.engine(model)._runtime.gradients
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer, "_place", no_room)
+        with pytest.raises(tiered.CapacityError):
+            model(inputs).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor().clone(), before)
+    tiered.engine(model).close()

@@ -330,3 +330,40 @@ def test_group_from_the_environment(tmp_path: Path) -> None:
     result = torch.load(tmp_path / "result.pt", weights_only=False)
     assert_close(result, run_plain(Job(factory=MLP, steps=3)))
     assert_nothing_left([nvme])
+
+
+class Gated(nn.Module):
+    """Two scalars, each used only where the batch asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.first = nn.Parameter(torch.ones(()))
+        self.second = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, use_first: bool) -> Tensor:
+        result: Tensor = self.layer(x) * (self.first if use_first else self.second)
+        return result
+
+
+def gated_scalars() -> list[float]:
+    torch.manual_seed(0)
+    model = tiered.shard(Gated)
+    x = torch.arange(6.0).view(2, 3)[dist.get_rank()].unsqueeze(0)
+    for _ in range(2):  # gradients of two backwards add up
+        model(x, dist.get_rank() == 0).sum().backward()
+    gradients = [model.first.grad.item(), model.second.grad.item()]
+    tiered.engine(model).close()
+    return gradients
+
+
+def test_a_scalar_that_one_rank_did_not_use(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Gated()
+    for _ in range(2):
+        for rank in range(2):
+            x = torch.arange(6.0).view(2, 3)[rank].unsqueeze(0)
+            (model(x, rank == 0).sum() / 2).backward()
+    expected = [model.first.grad.item(), model.second.grad.item()]
+    for gradients in launch(2, gated_scalars, folder=tmp_path):
+        assert gradients == pytest.approx(expected, rel=1e-6)

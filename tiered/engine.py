@@ -351,6 +351,7 @@ class _Assembly:
         runtime.queue.set_shards([unit.gathered_shards() for unit in units])
         groups.watch_gradients(model, runtime.gradients)
         groups.reduce_unused(model)
+        groups.average_plain_gradients(model)
         groups.watch_passes(model, runtime.queue)
         groups.accept_whole_state_dicts(model)
         runtime.tools.manager.drain()
@@ -485,7 +486,7 @@ def _measure(named: list[tuple[str, nn.Module]], rule: LayoutRule, *, world_size
             compute = rule.compute_dtype(parameter.dtype)
             master = rule.master(parameter.dtype, trained=parameter.requires_grad)
             kinds[ShardKind.PARAM] += numel * compute.itemsize
-            if master is MasterForm.SPLIT:
+            if master is MasterForm.SPLIT and (parameter.requires_grad or parameter.dtype == torch.float32):
                 kinds[ShardKind.MASTER] += numel * 2
             if parameter.requires_grad:
                 kinds[ShardKind.GRAD] += numel * compute.itemsize

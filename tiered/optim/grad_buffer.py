@@ -139,9 +139,14 @@ class GradBuffer:
         self.flush()
         cells = [g for g in self._cells.values() if g.segment is segment]
         values = {g: g.read_stored(0, g.numel) for g in cells}
-        segment.free(ShardKind.GRAD)
+        narrow = segment.shards(ShardKind.GRAD)
         segment.wide_gradients = True
-        self._place(segment)
+        try:
+            self._place(segment)
+        except BaseException:  # no room: the narrow ones are still there
+            segment.wide_gradients = False
+            raise
+        segment.give_back(narrow)
         for gradient, stored in values.items():
             gradient.write_stored(stored.float())
 

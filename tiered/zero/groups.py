@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves
 
 from tiered.errors import UsageError
 from tiered.optim.grad_buffer import GradBuffer
@@ -85,19 +87,53 @@ def prepare_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def watch_gradients(model: nn.Module, gradients: GradBuffer) -> None:
-    """Has each gradient taken to its tier as soon as FSDP2 has reduced it; plain parameters are averaged."""
+    """Has each gradient taken to its tier as soon as FSDP2 has reduced it."""
     for parameter in model.parameters():
+        if cell_of(parameter) is None:
+            continue
         trained = parameter.requires_grad
         parameter.requires_grad_(True)  # a hook needs it; a frozen parameter may be trained later
-        hook = gradients.take if cell_of(parameter) is not None else _average
-        cast(Any, parameter).register_post_accumulate_grad_hook(hook)
+        cast(Any, parameter).register_post_accumulate_grad_hook(gradients.take)
         parameter.requires_grad_(trained)
 
 
-def _average(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and dist.get_world_size() > 1 and parameter.numel():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-        parameter.grad /= dist.get_world_size()
+def average_plain_gradients(model: nn.Module) -> None:
+    """At several ranks, averages the gradients of parameters that are not sharded (scalars), once per backward.
+
+    At the end of the backward, in the model's order, with zeros where this rank's batch did not use one: the ranks
+    make the same collectives whatever they computed. Averaging what was averaged before changes nothing, so
+    gradients may be accumulated over several backwards.
+    """
+    plain = [p for p in model.parameters() if cell_of(p) is None and p.numel()]
+    if dist.get_world_size() == 1 or not plain:
+        return
+    queued = False
+
+    def average() -> None:
+        nonlocal queued
+        queued = False
+        for parameter in plain:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            parameter.grad /= dist.get_world_size()
+
+    def at_backward(gradient: torch.Tensor) -> None:
+        nonlocal queued
+        if not queued:
+            queued = True
+            cast(Any, Variable)._execution_engine.queue_callback(average)
+
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal queued
+        queued = False  # an exception may have ended the last backward before its callback
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                cast(Any, tensor).register_hook(at_backward)
+
+    model.register_forward_hook(after_forward)
 
 
 def reduce_unused(model: nn.Module) -> None:
@@ -141,7 +177,7 @@ def forget_aborted_pass(model: FSDPModule) -> None:
         group
         for module in cast(nn.Module, model).modules()
         if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in _parameter_groups(module)
     ]
     states = {group._training_state for group in groups}
     if states <= {TrainingState.IDLE}:
@@ -159,6 +195,14 @@ def forget_aborted_pass(model: FSDPModule) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's groups of one unit: a list in torch 2.13, one or none before."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def accept_whole_state_dicts(model: nn.Module) -> None:

@@ -120,7 +120,10 @@ class Segment:
 
     def free(self, kind: ShardKind) -> None:
         """Gives the bytes of `kind` back; nothing of it may be in use."""
-        shards = self._shards.pop(kind, ())
+        self.give_back(self._shards.pop(kind, ()))
+
+    def give_back(self, shards: tuple[Shard, ...]) -> None:
+        """Gives shards back that this segment does not use any more."""
         self.tools.manager.drain()
         self.tools.manager.discard(shards)
         self.tools.homes.free(shards)

@@ -112,7 +112,7 @@ class LayoutRule:
             )
         if dtype == torch.float32 and compute == torch.bfloat16:
             return MasterForm.SPLIT
-        if dtype == torch.bfloat16 and compute == torch.bfloat16 and trained and self._split_masters:
+        if dtype == torch.bfloat16 and compute == torch.bfloat16 and self._split_masters:
             return MasterForm.SPLIT
         if dtype != compute:
             raise UsageError(f"weights of {dtype} cannot compute in {compute}: build the model in float32")
