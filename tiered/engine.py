@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tiered import _native
+from tiered.budgets import Budgets, measure
 from tiered.config import Config
 from tiered.errors import ClosedError, UsageError
 from tiered.events import EventLog
@@ -39,7 +40,7 @@ from tiered.tiers.memory import Need, check_capacity, tune_malloc, usable_host_b
 from tiered.tiers.nvme_store import NvmeStore, free_disk_bytes
 from tiered.tiers.swap_manager import SwapManager
 from tiered.zero import groups
-from tiered.zero.build import Conversion, build, check_module, stays_plain
+from tiered.zero.build import Conversion, build, check_module
 from tiered.zero.nursery import Nursery
 from tiered.zero.runtime import Runtime
 from tiered.zero.segment import MasterForm, Segment, Tools
@@ -47,9 +48,6 @@ from tiered.zero.units import LayoutRule, Unit, cell_of, find_blocks, lay_out
 from tiered.zero.unshard import make_plain
 
 log = logging.getLogger("tiered")
-
-HOST_SHARE = 0.8
-"""Part of the free host memory that `host_memory = "auto"` takes, divided among the ranks of the node."""
 
 NURSERY_BYTES = 64 << 20
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -124,7 +122,7 @@ class Engine:
         unit_bytes: list[UnitBytes],
         parameter_count: int,
         config: Config,
-        budgets: _Budgets,
+        budgets: Budgets,
         io: tuple[str, str],
         resources: ExitStack,
         model: nn.Module,
@@ -238,41 +236,6 @@ def _close_forgotten(engine: Engine) -> None:
         engine.close()
 
 
-class _Budgets:
-    """Bytes that may be used, and that will be."""
-
-    def __init__(self, config: Config, *, ranks_here: int) -> None:
-        usable = usable_host_bytes()
-        self.host_bytes = config.host_memory or int(usable * HOST_SHARE) // ranks_here
-        if config.host_memory is not None:
-            check_capacity(
-                [Need("host_memory, of each rank on this machine", config.host_memory)] * ranks_here,
-                usable,
-                what="free host memory",
-                smallest=config.host_memory * ranks_here,
-            )
-        self.device_bytes = config.device_memory
-        self.device_peak_bytes = 0
-
-    def check_device(self, blocks: list[UnitBytes], root: UnitBytes, *, world_size: int) -> None:
-        """FSDP2 keeps the root, a unit and its neighbour whole, and in backward a unit's gradients twice."""
-        sizes = [*sorted((_whole_bytes(unit, world_size) for unit in blocks), reverse=True), 0, 0]
-        whole_root = _whole_bytes(root, world_size)
-        needs = [
-            Need("weights of the root unit, whole", whole_root),
-            Need("weights of the two largest blocks, whole", sizes[0] + sizes[1]),
-            Need("gradients of the largest unit, whole and being reduced", 2 * max(whole_root, sizes[0])),
-        ]
-        self.device_peak_bytes = sum(need.nbytes for need in needs)
-        if self.device_bytes is not None:
-            peak = self.device_peak_bytes
-            check_capacity(needs, self.device_bytes, what="device_memory", smallest=peak)
-
-
-def _whole_bytes(unit: UnitBytes, world_size: int) -> int:
-    return unit.kinds.get(ShardKind.PARAM, 0) * world_size
-
-
 class _Assembly:
     """Builds the parts in order; what was built is taken down again when a later part fails."""
 
@@ -314,7 +277,7 @@ class _Assembly:
             log.warning("tiered runs without its compiled part: %s", _native.unavailable_reason())
         self._mesh = groups.open_mesh(device)
         self._device = groups.device_of(self._mesh)
-        self._budgets = _Budgets(config, ranks_here=groups.ranks_on_this_node())
+        self._budgets = Budgets(config, ranks_here=groups.ranks_on_this_node())
         self._arena = self._parts.arena or plan_arena(self._budgets.host_bytes, uses_nvme=bool(config.nvme))
         self._events = EventLog(log_max=self._parts.log_max)
         tools, self._io = self._open_tiers(self._arena)
@@ -336,7 +299,7 @@ class _Assembly:
         """Units, their sizes, their tiers; refuses what does not fit before anything is moved. Returns the units."""
         world_size = self._mesh.size()
         blocks = [*find_blocks(model), ("", model)]
-        self._unit_bytes = _measure(blocks, self._rule, world_size=world_size)
+        self._unit_bytes = measure(blocks, self._rule, world_size=world_size)
         self._budgets.check_device(self._unit_bytes[:-1], self._unit_bytes[-1], world_size=world_size)
         self._placement = place(self._unit_bytes, self._config, self._arena, host_budget_bytes=self._budgets.host_bytes)
         self._check_disk(self._unit_bytes)
@@ -469,28 +432,3 @@ class _Assembly:
         for cell in before - {seat.cell for seat in seats}:
             cell.retire()
         return unit
-
-
-def _measure(named: list[tuple[str, nn.Module]], rule: LayoutRule, *, world_size: int) -> list[UnitBytes]:
-    """What this rank will store of each unit, before anything is sharded."""
-    seen: set[int] = set()
-    measured: list[UnitBytes] = []
-    for name, module in named:
-        kinds: Counter[ShardKind] = Counter()
-        for parameter in module.parameters():
-            if stays_plain(parameter) or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            rows = -(-parameter.shape[0] // world_size)
-            numel = rows * (parameter.numel() // parameter.shape[0])
-            compute = rule.compute_dtype(parameter.dtype)
-            master = rule.master(parameter.dtype, trained=parameter.requires_grad)
-            kinds[ShardKind.PARAM] += numel * compute.itemsize
-            if master is MasterForm.SPLIT and (parameter.requires_grad or parameter.dtype == torch.float32):
-                kinds[ShardKind.MASTER] += numel * 2
-            if parameter.requires_grad:
-                kinds[ShardKind.GRAD] += numel * compute.itemsize
-                kinds[ShardKind.EXP_AVG] += numel * 4
-                kinds[ShardKind.EXP_AVG_SQ] += numel * 4
-        measured.append(UnitBytes(name, dict(kinds)))
-    return measured
