@@ -20,7 +20,7 @@ from tiered.tensor import TieredTensor
 from tiered.zero.cells import MasterCell, ParameterCell, StateCell, keeps_separate_master
 from tiered.zero.runtime import Runtime
 from tiered.zero.segment import Segment
-from tiered.zero.units import cell_of, local_tensor
+from tiered.zero.units import cell_of, local_tensor, tensor_beside
 
 STATES = {"exp_avg": ShardKind.EXP_AVG, "exp_avg_sq": ShardKind.EXP_AVG_SQ}
 
@@ -215,7 +215,7 @@ class Adam(torch.optim.Optimizer):
         cells.update({name: cell.new_state(kind) for name, kind in STATES.items()})
         if keeps_separate_master(cell):
             cells["master"] = MasterCell(cell)
-        return {"step": step, **{name: _beside(parameter, state) for name, state in cells.items()}}
+        return {"step": step, **{name: tensor_beside(parameter, state) for name, state in cells.items()}}
 
     def _check_states(self, parameter: torch.Tensor, cell: ParameterCell | None) -> None:
         """A parameter that was frozen until now gets its states; one that another optimizer took over is refused."""
@@ -283,21 +283,6 @@ def _runtime(cell: ParameterCell) -> Runtime:
 
 def _start(part: Part) -> int:
     return part.start
-
-
-def _beside(parameter: torch.Tensor, cell: StateCell | MasterCell) -> torch.Tensor:
-    """A state as a tensor shaped and sharded like its parameter."""
-    tiered = TieredTensor(cell, local_tensor(parameter).shape)
-    if not isinstance(parameter, DTensor):
-        return tiered
-    return DTensor.from_local(
-        tiered,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _reset(state: dict[str, Any], given: dict[str, Any]) -> None:

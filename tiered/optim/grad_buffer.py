@@ -28,7 +28,7 @@ from tiered.tiers.copier import Fence
 from tiered.tiers.swap_manager import Access, Outcome, SwapManager
 from tiered.zero.cells import ParameterCell, SimpleCell
 from tiered.zero.segment import Segment
-from tiered.zero.units import cell_of, local_tensor
+from tiered.zero.units import cell_of, local_tensor, tensor_beside
 
 aten = torch.ops.aten
 
@@ -94,18 +94,7 @@ class GradBuffer:
 
     def _show(self, parameter: torch.Tensor, cell: ParameterCell) -> None:
         """Makes `parameter.grad` a tensor over the tier."""
-        tiered = TieredTensor(self._cells[cell], local_tensor(parameter).shape)
-        if not isinstance(parameter, DTensor):
-            parameter.grad = tiered
-            return
-        parameter.grad = DTensor.from_local(
-            tiered,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        parameter.grad = tensor_beside(parameter, self._cells[cell])
 
     def cell_for(self, cell: ParameterCell) -> GradientCell:
         """The gradient of a parameter, with its bytes reserved."""

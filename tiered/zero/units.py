@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tiered.errors import UsageError
 from tiered.shard import NEVER_USED, Shard, ShardKind
-from tiered.tensor import TieredTensor
+from tiered.tensor import Cell, TieredTensor
 from tiered.zero.cells import ParameterCell
 from tiered.zero.runtime import Runtime
 from tiered.zero.segment import MasterForm, Segment
@@ -170,3 +170,18 @@ def cell_of(parameter: torch.Tensor) -> ParameterCell | None:
     if isinstance(local, TieredTensor) and isinstance(local.cell, ParameterCell):
         return local.cell
     return None
+
+
+def tensor_beside(parameter: torch.Tensor, cell: Cell) -> torch.Tensor:
+    """A gradient or state: a tensor over `cell`, shaped and sharded like `parameter`."""
+    tiered = TieredTensor(cell, local_tensor(parameter).shape)
+    if not isinstance(parameter, DTensor):
+        return tiered
+    return DTensor.from_local(
+        tiered,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
