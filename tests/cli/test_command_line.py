@@ -141,14 +141,25 @@ def test_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "tiered.cli", *SMALL, "--steps", "100000", "--host-memory", "16MiB"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:  # the first step is done, more are under way
-        if "step 1/" in line:
-            break
-    time.sleep(0.05)
-    process.send_signal(number)
-    rest = process.communicate(timeout=60)[1]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a test run in the background ignores SIGINT
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:  # the first step is done, more are under way
+            if "step 1/" in line:
+                break
+        time.sleep(0.05)
+        process.send_signal(number)
+        rest = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == code, rest
     assert any(line.startswith(("tiered: interrupted", "tiered: terminated")) for line in rest.splitlines())
     assert list(tmp_path.iterdir()) == []
