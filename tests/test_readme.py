@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from typer.main import get_command
 
@@ -37,10 +38,10 @@ def test_the_loop_runs_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     torch.manual_seed(0)
     before = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4)).state_dict()
-    after = torch.load("model.pt", weights_only=False)
+    after = load_file("model.safetensors")
     assert before.keys() == after.keys()
-    assert all(not torch.equal(before[name], after[name].full_tensor()) for name in before)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_the_commands_exist() -> None:

@@ -1,5 +1,6 @@
 """tiered: a storage hierarchy under PyTorch FSDP2. The public names, nothing else."""
 
+from tiered.checkpoint.export import export_safetensors
 from tiered.config import Config
 from tiered.engine import Engine, engine, shard
 from tiered.errors import (
@@ -30,5 +31,6 @@ __all__ = [
     "TieredTensor",
     "UsageError",
     "engine",
+    "export_safetensors",
     "shard",
 ]

@@ -81,7 +81,10 @@ def train(
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the keys of the flags below.")] = None,
     flags: Source,
 ) -> None:
-    """Train a transformer on the source text of Python's standard library, everything on NVMe by default."""
+    """Train a transformer on the source text of Python's standard library.
+
+    By default parameters and optimizer states are on NVMe, and gradients where the host budget has room for them.
+    """
     if (compare or in_memory) and _ranks() > 1:
         raise ConfigError("--compare and --in-memory (flags) are for one process: leave them out under torchrun")
     job = _job(
@@ -130,17 +133,17 @@ def _train(
     with closing(_learner(settings, config, in_memory=in_memory)) as learner:
         values = run(settings, learner, baseline_rss_bytes=baseline).as_json()
         first = not dist.is_initialized() or dist.get_rank() == 0
-        if first:
-            _show(summary_table(values, beside))
+        if output != NO_OUTPUT:  # before anything else can fail
+            export_safetensors(learner.model, output)
         if json_file and first:
             json_file.write_text(json.dumps(values | {"in_memory": beside}, indent=1) + "\n")
+        if first:
+            _show(summary_table(values, beside))
+            if output != NO_OUTPUT:
+                _show(f"weights: {output}")
         sample = _sample(learner, settings)
         if first:
             _show(sample)
-        if output != NO_OUTPUT:
-            export_safetensors(learner.model, output)
-            if first:
-                _show(f"weights: {output}")
 
 
 def _learner(settings: Settings, config: Config, *, in_memory: bool) -> Learner:
@@ -189,4 +192,7 @@ def _ranks() -> int:
 
 
 def _show(what: object) -> None:
+    if isinstance(what, str):  # bytes of a sample that the terminal has no character for
+        encoding = sys.stdout.encoding or "ascii"
+        what = what.encode(encoding, errors="backslashreplace").decode(encoding)
     Console(highlight=False, markup=False, soft_wrap=isinstance(what, str)).print(what)
