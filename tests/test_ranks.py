@@ -40,7 +40,9 @@ from tests.support import (
     snapshot,
     steps_of,
 )
+from tiered import _native
 
+ENGINES = ("io_uring", "libaio", "aiofiles") if _native.available() else ("aiofiles",)
 ALL_ON_NVME = {"parameters": "nvme", "gradients": "nvme", "optimizer_states": "nvme"}
 SMALL: dict[str, Any] = {"host_memory": "2MiB", **ALL_ON_NVME}
 DEVICE = {"parameters": "device", "gradients": "device", "optimizer_states": "device"}
@@ -114,13 +116,15 @@ def test_tiers_at_two_ranks(tmp_path: Path, form: str) -> None:
     variants = [
         {},
         DEVICE,
-        {"nvme": [nvme], "prefetch_units": 0, "io_engine": "auto", **SMALL},
-        {"nvme": [nvme], "prefetch_units": 4, "io_engine": "aiofiles", **SMALL},
+        *(
+            {"nvme": [nvme], "prefetch_units": n, "io_engine": name, **SMALL}
+            for n, name in zip((0, 1, 4), ENGINES, strict=False)
+        ),
         {"nvme": [nvme], "prefetch_units": 1, **SMALL, "host_memory": "64MiB"},
         {"nvme": [nvme], **MIXED},
     ]
     (results,) = compare(2, [job], [{**variant, **precision} for variant in variants], tmp_path)
-    for result in results[2:4]:
+    for result in results[2 : 2 + len(ENGINES)]:
         assert result.report is not None
         assert result.report.nvme_read_bytes > result.report.placement_bytes["nvme"]
     assert_nothing_left([nvme])
