@@ -119,7 +119,6 @@ class Engine:
         units: list[Unit],
         *,
         plan: Placement,
-        unit_bytes: list[UnitBytes],
         parameter_count: int,
         config: Config,
         budgets: Budgets,
@@ -131,7 +130,6 @@ class Engine:
         self._runtime = runtime
         self._units = units
         self._plan = plan
-        self._unit_bytes = unit_bytes
         self._parameter_count = parameter_count
         self._config = config
         self._budgets = budgets
@@ -299,10 +297,10 @@ class _Assembly:
         """Units, their sizes, their tiers; refuses what does not fit before anything is moved. Returns the units."""
         world_size = self._mesh.size()
         blocks = [*find_blocks(model), ("", model)]
-        self._unit_bytes = measure(blocks, self._rule, world_size=world_size)
-        self._budgets.check_device(self._unit_bytes[:-1], self._unit_bytes[-1], world_size=world_size)
-        self._placement = place(self._unit_bytes, self._config, self._arena, host_budget_bytes=self._budgets.host_bytes)
-        self._check_disk(self._unit_bytes)
+        sizes = measure(blocks, self._rule, world_size=world_size)
+        self._budgets.check_device(sizes[:-1], sizes[-1], world_size=world_size)
+        self._placement = place(sizes, self._config, self._arena, host_budget_bytes=self._budgets.host_bytes)
+        self._check_disk(sizes)
         return blocks
 
     def _join(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> nn.Module:
@@ -322,7 +320,6 @@ class _Assembly:
             runtime,
             units,
             plan=self._placement,
-            unit_bytes=self._unit_bytes,
             parameter_count=parameter_count,
             config=self._config,
             budgets=self._budgets,

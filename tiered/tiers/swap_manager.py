@@ -1,7 +1,7 @@
 """The swap manager: the only writer of shard states, and the only caller of the I/O engine.
 
 [Note: one writer] A thread of its own, the mover, owns every state, lease and request. Other threads post
-commands (`acquire`, `release`, `prefetch`, `drop`) and wait on tickets; they touch a shard's bytes only between
+commands (`acquire`, `release`, `prefetch`, `discard`) and wait on tickets; they touch a shard's bytes only between
 a finished acquire and the release. The mover sleeps in poll(2), without the GIL, until a command or a
 completion arrives; progress never depends on when the training thread calls in.
 

@@ -109,14 +109,11 @@ class Segment:
         """All shards of `kind`, in order."""
         return self._shards[kind]
 
-    def place(self, kind: ShardKind, tier: Tier, *, blank: bool = True) -> None:
+    def place(self, kind: ShardKind, tier: Tier) -> None:
         """Reserves the bytes of `kind` in `tier`; until written they read as zeros."""
         itemsize = self.dtype_of(kind).itemsize
         key = ShardKey(self.unit, self.index, kind, 0)
-        shards = self.tools.homes.allocate(key, self._label(kind, itemsize), self.numel * itemsize, tier)
-        for shard in shards:
-            shard.blank = blank
-        self._shards[kind] = shards
+        self._shards[kind] = self.tools.homes.allocate(key, self._label(kind, itemsize), self.numel * itemsize, tier)
 
     def free(self, kind: ShardKind) -> None:
         """Gives the bytes of `kind` back; nothing of it may be in use."""
